@@ -1,0 +1,235 @@
+"""What we wrap in transformers so that `generate(assistant_model=draft)` reaches our loop, and nothing else changes.
+
+Three methods of `GenerationMixin` and the mask interfaces (see `masks`). Each wrapper acts only when the assistant is
+a draft head; `disable` restores what is still ours on top, and leaves a pass-through where somebody wrapped it since.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from ..modeling_eagle3 import Eagle3DraftModel
+from . import masks
+from .cache import supported
+from .candidate import tree_settings
+from .drafting import TreeSettings
+from .loop import CACHE_KEY, SpeculativeDecoding
+
+
+_DEFAULT_NUM_ASSISTANT_TOKENS = 20  # transformers fills it in; it cannot be told from a value that the user set
+
+# Generation-config fields that steer other kinds of assistants: refused unless at the value transformers fills in.
+_MEANINGLESS: dict[str, Any] = {
+    "assistant_ensemble_weight": None,
+    "assistant_early_exit": None,
+    "prompt_lookup_num_tokens": None,
+    "use_mtp": None,
+    "speculation_type": None,
+    "assistant_confidence_threshold": 0.4,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_lookbehind": 10,
+    "target_lookbehind": 10,
+}
+
+# Positions from cache slots (ALiBi, windows by slot): a tree's logits would be wrong although its text may look right.
+_SLOT_BOUND_MODELS = ("bloom", "mpt", "gpt_neo")
+
+_enabled = False
+# method name -> (what transformers had, our wrapper)
+_wrapped: dict[str, tuple[Callable, Callable]] = {}
+
+
+def as_draft(assistant: Any) -> Eagle3DraftModel | None:
+    """The draft head behind an `assistant_model`, also when compiled, DDP- or PEFT-wrapped; `None` for others."""
+    for _ in range(4):
+        if isinstance(assistant, Eagle3DraftModel):
+            return assistant
+        if hasattr(assistant, "get_base_model"):
+            assistant = assistant.get_base_model()
+        else:
+            assistant = getattr(assistant, "_orig_mod", None) or getattr(assistant, "module", None)
+    return None
+
+
+def enable() -> None:
+    """Let `generate` accept draft heads; done once by `import eagle3_hf`. Twice is the same as once."""
+    global _enabled
+    masks.install()
+    for name, make in _WRAPPERS.items():
+        original = getattr(GenerationMixin, name, None)
+        if original is not None and (name not in _wrapped or _wrapped[name][1] is not original):
+            wrapper = functools.wraps(original)(make(original))
+            setattr(GenerationMixin, name, wrapper)
+            _wrapped[name] = (original, wrapper)
+    _enabled = True
+
+
+def disable() -> None:
+    """Put transformers back. A draft passed to `generate` then raises."""
+    global _enabled
+    for name, (original, wrapper) in list(_wrapped.items()):
+        if getattr(GenerationMixin, name) is wrapper:
+            setattr(GenerationMixin, name, original)
+            del _wrapped[name]
+    masks.uninstall()
+    _enabled = False
+
+
+@contextmanager
+def enabled(value: bool = True) -> Iterator[None]:
+    """Enabled (or, with `False`, disabled) inside the block, and as before after it."""
+    before = _enabled
+    (enable if value else disable)()
+    try:
+        yield
+    finally:
+        (enable if before else disable)()
+
+
+def _wrap_decoding(original: Callable) -> Callable:
+    def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+        draft = as_draft(assistant_model) if _enabled else None
+        if draft is None:
+            return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+        return decode(self, draft, input_ids, *args, **kwargs)
+
+    return _assisted_decoding
+
+
+def _wrap_validation(original: Callable) -> Callable:
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        assistant = generation_mode_kwargs.get("assistant_model")
+        draft = as_draft(assistant)
+        if draft is None:
+            _refuse_lost_head(assistant)
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
+        if not _enabled:
+            raise ValueError("eagle3_hf is disabled: call eagle3_hf.enable() to pass a draft head as assistant_model")
+        return check_call(self, draft, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+def _wrap_extraction(original: Callable) -> Callable:
+    def _extract_generation_mode_kwargs(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
+        if custom_generate is not None and _enabled and as_draft(assistant_model) is not None:
+            raise ValueError("custom_generate and a draft head as assistant_model exclude each other: drop one")
+        return original(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+
+    return _extract_generation_mode_kwargs
+
+
+_WRAPPERS: dict[str, Callable[[Callable], Callable]] = {
+    "_assisted_decoding": _wrap_decoding,
+    "_validate_generation_mode": _wrap_validation,
+    "_extract_generation_mode_kwargs": _wrap_extraction,
+}
+
+
+def _refuse_lost_head(assistant: Any) -> None:
+    """A published head opened by AutoModel becomes a random model of the class its config claims: say so."""
+    config = getattr(assistant, "config", None)
+    if any(getattr(config, name, None) is not None for name in ("draft_vocab_size", "eagle_config")):
+        raise ValueError(
+            f"assistant_model is a {type(assistant).__name__} whose config speaks of a draft vocabulary: a published "
+            "EAGLE-3 head opened under the wrong class, so with random weights. Load it with "
+            "eagle3_hf.Eagle3DraftModel.from_pretrained(...)"
+        )
+
+
+def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+    """Refuse by name, before any forward pass, what this call cannot mean with a draft head.
+
+    Raises:
+        ValueError: names the argument or the mismatch, and the way out.
+    """
+    draft._require_vocabulary("generate")
+    draft.check_target(target)
+    if config.num_beams and config.num_beams > 1:
+        raise ValueError(f"num_beams={config.num_beams} with a draft head is not supported: use num_beams=1")
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(f"generation mode {mode} with a draft head is not supported: use greedy decoding or sampling")
+    if config.num_return_sequences and config.num_return_sequences > 1:
+        raise ValueError(
+            f"num_return_sequences={config.num_return_sequences} with a draft head is not supported yet: call "
+            "generate once per sequence"
+        )
+    if config.use_cache is False:
+        raise ValueError("use_cache=False with a draft head is not supported: verification needs the cache")
+    for name, default in _MEANINGLESS.items():
+        value = getattr(config, name, None)
+        if value is not None and value != default:
+            raise ValueError(f"{name}={value!r} has no meaning with a draft head: leave it out")
+    if mode_kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError("assistant_tokenizer has no meaning with a draft head: it drafts in the target's own tokens")
+    if mode_kwargs.get("synced_gpus"):
+        raise ValueError("synced_gpus=True with a draft head is not supported yet")
+    if config.output_attentions:
+        raise ValueError("output_attentions=True with a draft head is not supported yet: leave it out")
+    if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+        raise ValueError(
+            f"cache_implementation={config.cache_implementation!r} with a draft head is not supported yet: use the "
+            "default"
+        )
+    _call_settings(draft, config)
+    _check_target_class(target)
+
+
+def _check_target_class(target) -> None:
+    text_config = target.config.get_text_config()
+    if text_config.model_type in _SLOT_BOUND_MODELS or getattr(text_config, "alibi", False):
+        raise ValueError(
+            f"{type(target).__name__} takes positions from cache slots (ALiBi or slot windows), so it cannot verify a "
+            "draft tree: generate without assistant_model"
+        )
+    if getattr(target, "_is_stateful", False):
+        raise ValueError(
+            f"{type(target).__name__} has recurrent state, which cannot follow several branches: generate without "
+            "assistant_model"
+        )
+
+
+def _call_settings(draft: Eagle3DraftModel, config: GenerationConfig) -> TreeSettings:
+    number = config.num_assistant_tokens
+    return tree_settings(draft, None if number in (None, _DEFAULT_NUM_ASSISTANT_TOKENS) else number)
+
+
+def decode(
+    target,
+    draft: Eagle3DraftModel,
+    input_ids: torch.LongTensor,
+    logits_processor,
+    stopping_criteria,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer=None,
+    inputs_tensor=None,
+    tokenizer=None,
+    use_noise: bool = True,
+    **model_kwargs,
+):
+    """What `generate` calls instead of its own assisted decoding; same arguments, same result.
+
+    Raises:
+        ValueError: batch size above 1, a cache that cannot be rolled back, a model without position ids.
+    """
+    rows = max(input_ids.shape[0], (inputs_tensor if inputs_tensor is not None else input_ids).shape[0])
+    if rows > 1:
+        raise ValueError(f"batch size {rows} with a draft head is not supported yet: generate one prompt at a time")
+    cache = model_kwargs.get(CACHE_KEY)
+    reason = supported(cache)
+    if reason is not None:
+        raise ValueError(f"a draft tree cannot be verified on this cache: {reason}")
+    if model_kwargs.get("position_ids") is None:
+        raise ValueError(f"{type(target).__name__} takes no position_ids, so it cannot verify a draft tree")
+    settings = _call_settings(draft, generation_config)
+    run = SpeculativeDecoding(
+        target, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs,
+        settings, use_noise,
+    )  # fmt: skip
+    return run.run()

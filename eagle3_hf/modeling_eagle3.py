@@ -1,0 +1,420 @@
+"""The EAGLE-3 draft head: fuse the target's features, run the draft layer(s), norm, draft-vocabulary head.
+
+One row of the draft reads the target's feature of token `j` and the embedding of token `j + 1`, sits at position `j`,
+and predicts token `j + 2`. Rows without a target feature yet are fed the draft's own output of the row before (paper
+section 3.1).
+"""
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.utils import ModelOutput, logging
+
+from . import vocab
+from .configuration_eagle3 import Eagle3DraftConfig
+from .draft_layers import Attend, CachedAttention, Eagle3DecoderLayer, Eagle3RotaryEmbedding
+from .features import default_layer_ids, num_target_layers
+from .loading import load_head
+from .ttt.attention import TTTAttention
+from .ttt.loss import StepLoss, Supervision, step_loss, supervised_mask, weighted_loss
+from .warm_start import new_head_config, special_ids, warm_start, warm_start_head
+
+
+logger = logging.get_logger(__name__)
+
+# Drafted nodes, levels and children of an expanded node: the paper's tree (the reference's 60/7/10 counts the root).
+DEFAULT_TREE = {"num_assistant_tokens": 59, "assistant_tree_depth": 8, "assistant_tree_top_k": 10}
+
+
+@dataclass
+class Borrowed:
+    """What a head lacks and takes from its target for one call: callables, so offloaded or quantised modules work."""
+
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    lm_head: Callable[[torch.Tensor], torch.Tensor] | None
+
+
+@dataclass
+class Eagle3DraftOutput(ModelOutput):
+    """Output of [`Eagle3DraftModel.forward`].
+
+    Attributes:
+        loss: () the weighted training-time-test loss; `None` without labels.
+        logits: (B, T, D) of one causal pass; `None` with labels.
+        hidden_states: (B, T, H) before the final norm, of the first pass.
+        step_losses, step_hits, step_counts: (S,) sums over the supervised pairs of every step.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
+    step_losses: torch.Tensor | None = None
+    step_hits: torch.Tensor | None = None
+    step_counts: torch.Tensor | None = None
+
+
+class Eagle3PreTrainedModel(PreTrainedModel):
+    config_class = Eagle3DraftConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    accepts_loss_kwargs = True  # forward takes num_items_in_batch; Trainer then counts the labels of the whole step
+    supports_gradient_checkpointing = False
+    _supports_sdpa = True
+    _no_split_modules = ["Eagle3DecoderLayer"]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Eagle3DraftModel):
+            module._init_vocabulary_buffers()
+
+
+class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
+    """An EAGLE-3 draft head. Pass it to `target.generate(..., assistant_model=draft)`.
+
+    It inherits `GenerationMixin` only so that transformers creates, saves and loads its `generation_config`, where the
+    tree settings live: `num_assistant_tokens` (drafted nodes, root not counted), `assistant_tree_depth` (levels) and
+    `assistant_tree_top_k` (children per expanded node; 1 = a chain).
+    """
+
+    def __init__(self, config: Eagle3DraftConfig):
+        super().__init__(config)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        captured = config.num_captured_layers * config.target_hidden_size
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(captured, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                LlamaRMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(config.num_captured_layers)
+            )
+        self.fc = nn.Linear(captured, config.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList([Eagle3DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.own_lm_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary_emb = Eagle3RotaryEmbedding(config)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self._init_vocabulary_buffers()
+        self._target: weakref.ref | None = None
+        self.stats: Any = None  # SpeculationStats of the last generate call
+        self._trial = (0, 0)  # rounds and accepted drafts so far, watched over the first 64 rounds
+        self.post_init()
+        _complete_tree_settings(self)
+
+    # ----- the forward passes ---------------------------------------------------------------------------------------
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Target features (B, T, A * Ht) -> (B, T, H); only for rows that carry target features."""
+        features = features.to(self.fc.weight.dtype)
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            chunks = features.split(self.config.target_hidden_size, dim=-1)
+            features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(features)
+
+    def run_layers(
+        self, hidden: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Hidden and next tokens' embeddings (B, n, H), positions (B, n) -> (B, n, H) before the final norm."""
+        embeds = embeds.to(hidden.dtype)
+        rotary = self.rotary_emb(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, embeds, rotary, attend)
+        return hidden
+
+    def feedback(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the next row reads instead of a target feature."""
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def compute_logits(self, hidden: torch.Tensor, borrowed: Borrowed | None = None) -> torch.Tensor:
+        """(..., H) before the final norm -> (..., D) over the draft vocabulary."""
+        normed = self.norm(hidden)
+        if self.config.own_lm_head:
+            return self.lm_head(normed)
+        return (borrowed or self.borrow()).lm_head(normed)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        features: torch.Tensor,
+        labels: torch.LongTensor | None = None,
+        teacher_logits: torch.Tensor | None = None,
+        teacher_in_vocab: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        ttt_steps: int = 7,
+        step_decay: float = 0.8,
+        row_share: float = 1.0,
+        num_items_in_batch: int | torch.Tensor | None = None,
+    ) -> Eagle3DraftOutput:
+        """One causal pass, or with `labels` the whole training-time-test unroll (paper section 3.2).
+
+        Args:
+            input_ids: (B, T), padded on the right (causality keeps padding out of every row that counts).
+            features: (B, T, A * Ht) target features of the same tokens.
+            labels: (B, T), the token where it is a supervised target and -100 elsewhere.
+            teacher_logits: (n, D) the target's logits over the draft vocabulary, for the n supervised pairs in order.
+            teacher_in_vocab: (n,) bool, whether the target's own first choice is in the draft vocabulary.
+            attention_mask: Accepted and not needed, see `input_ids`.
+            ttt_steps, step_decay: Steps `S` and the weight `decay^s` of step `s`.
+            row_share: Share of the rows that the steps after the first run on, see `training_time_test`.
+            num_items_in_batch: Global count of supervised tokens to divide by; this batch's own when `None`.
+        """
+        self._require_vocabulary("forward")
+        borrowed = self.borrow()
+        if labels is None:
+            hidden = self._first_pass(input_ids, features, borrowed)
+            return Eagle3DraftOutput(logits=self.compute_logits(hidden, borrowed), hidden_states=hidden)
+        supervision = Supervision.build(supervised_mask(labels), teacher_logits, teacher_in_vocab)
+        steps = self.training_time_test(input_ids, features, supervision, ttt_steps, row_share, borrowed)
+        count = num_items_in_batch if num_items_in_batch is not None else len(supervision.teacher)
+        return Eagle3DraftOutput(
+            loss=weighted_loss(steps, count, step_decay),
+            step_losses=torch.stack([step.loss_sum.detach() for step in steps]),
+            step_hits=torch.stack([step.hits.sum() for step in steps]),
+            step_counts=torch.tensor([len(step.entries) for step in steps], device=input_ids.device),
+        )
+
+    def training_time_test(
+        self,
+        input_ids: torch.LongTensor,
+        features: torch.Tensor,
+        supervision: Supervision,
+        num_steps: int,
+        row_share: float = 1.0,
+        borrowed: Borrowed | None = None,
+    ) -> list[StepLoss]:
+        """Unroll the draft on its own output: features fed back and not detached, tokens teacher-forced.
+
+        With `row_share` < 1 the steps after the first run on that share of the rows, drawn at random: their rows do
+        not see one another, so each is exact, and the loss is scaled up to all rows.
+        """
+        borrowed = borrowed or self.borrow()
+        batch, length = input_ids.shape
+        embeds = borrowed.embed(nn.functional.pad(input_ids, (0, num_steps)))
+        rows = torch.arange(length, device=input_ids.device).expand(batch, -1)
+        attend, hidden, losses = TTTAttention(rows), self.fuse(features), []
+        for step in range(num_steps):
+            if step == 1 and row_share < 1:
+                attend.rows = rows = supervision.sample_rows(row_share)
+                hidden = _take_rows(hidden, rows)
+            output = self.run_layers(hidden, _take_rows(embeds, rows + step + 1), rows + step, attend)
+            in_batch, place, entries = supervision.pairs(rows, step)
+            logits = self.compute_logits(output[in_batch, place], borrowed)
+            losses.append(step_loss(logits, entries, supervision, step))
+            hidden = self.feedback(output)
+        return losses
+
+    def _first_pass(self, input_ids, features, borrowed) -> torch.Tensor:
+        embeds = borrowed.embed(nn.functional.pad(input_ids, (0, 1))[:, 1:])
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return self.run_layers(self.fuse(features), embeds, positions, CachedAttention())
+
+    # ----- the target -----------------------------------------------------------------------------------------------
+
+    def bind(self, target: PreTrainedModel) -> "Eagle3DraftModel":
+        """Check that this head fits `target`, remember it (weakly) and copy its eos/pad/bos ids. Returns self.
+
+        Nothing of the target becomes part of the head: not its parameters, state dict, device moves, or saves.
+
+        Raises:
+            ValueError: hidden size, vocabulary or layer ids do not fit; both numbers are named.
+        """
+        self.check_target(target)
+        self._target = weakref.ref(target)
+        text_config = target.config.get_text_config()
+        generation_config = getattr(target, "generation_config", None)
+        for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+            value = getattr(generation_config, name, None)
+            setattr(self.config, name, value if value is not None else getattr(text_config, name, None))
+        return self
+
+    def borrow(self, target: PreTrainedModel | None = None) -> Borrowed:
+        """What this head needs from `target` (default: the bound one) to run, held only by the returned object."""
+        if target is None:
+            target = self._target() if self._target is not None else None
+        if self.config.own_embeddings and self.config.own_lm_head:
+            return Borrowed(self.embed_tokens, None)
+        if target is None:
+            raise ValueError(
+                "this head borrows its target's embedding, and no target is bound (or it was deleted): call "
+                "draft.bind(target) first and keep the target alive"
+            )
+        embed = self.embed_tokens if self.config.own_embeddings else target.get_input_embeddings()
+        return Borrowed(embed, None if self.config.own_lm_head else target.get_output_embeddings())
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Refuse a target this head was not made for, naming both numbers; settle layer ids the file did not give."""
+        config, text_config = self.config, target.config.get_text_config()
+        name, layers = type(target).__name__, num_target_layers(target)
+        if getattr(target.config, "is_encoder_decoder", False):
+            raise ValueError(f"{name} is an encoder-decoder model; EAGLE-3 heads draft for decoder-only targets")
+        if config.target_hidden_size != text_config.hidden_size:
+            raise ValueError(
+                f"this head reads features of width {config.target_hidden_size}, but {name} has hidden_size "
+                f"{text_config.hidden_size}: it was trained for another target"
+            )
+        rows = target.get_input_embeddings().num_embeddings
+        if config.vocab_size not in (text_config.vocab_size, rows):
+            raise ValueError(
+                f"this head was trained for a vocabulary of {config.vocab_size} tokens, but {name} has "
+                f"{text_config.vocab_size}: it was trained for another target"
+            )
+        if config.target_num_hidden_layers not in (None, layers):
+            raise ValueError(
+                f"this head was trained for a target of {config.target_num_hidden_layers} layers, but {name} has "
+                f"{layers}: it was trained for another target"
+            )
+        if config.target_layer_ids is None:
+            self._guess_layer_ids(layers)
+        if config.target_layer_ids[-1] > layers:
+            raise ValueError(
+                f"this head reads hidden_states index {config.target_layer_ids[-1]}, but {name} has {layers} layers "
+                f"(largest index {layers}): it was trained for another target"
+            )
+
+    def _guess_layer_ids(self, layers: int) -> None:
+        ids = default_layer_ids(layers)
+        if len(ids) != self.config.num_captured_layers:
+            raise ValueError(
+                f"this head's file names no layer ids and the target has only {layers} layers, too few for "
+                "the reference's rule: load it with target_layer_ids=[...]"
+            )
+        logger.warning_once(
+            f"This head's config names no target layers; the reference's rule for {layers} layers is used: "
+            f"hidden_states indices {ids}. If it accepts little, load it with target_layer_ids=[...]."
+        )
+        self.config.target_layer_ids = ids
+
+    # ----- the draft vocabulary -------------------------------------------------------------------------------------
+
+    @property
+    def has_draft_vocab(self) -> bool:
+        """Whether the map from draft to target ids is set; with only a size, the trainer sets it before step 1."""
+        return self._has_draft_vocab
+
+    def set_draft_vocab(self, ids: torch.Tensor | list[int]) -> None:
+        """Set the map, once, from `D` target ids; re-gathers head rows from the bound target.
+
+        Raises:
+            ValueError: the map is already set, or the ids do not fit.
+        """
+        if self._has_draft_vocab:
+            raise ValueError("the draft vocabulary is already set; a trained head's rows would change their meaning")
+        ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu").sort().values
+        if len(ids) != self.config.draft_vocab_size:
+            raise ValueError(f"draft_vocab_size is {self.config.draft_vocab_size}, but {len(ids)} ids were given")
+        d2t, t2d = vocab.offsets_and_mask(ids, self.config.vocab_size)
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(t2d)
+        self._has_draft_vocab = True
+        target = self._target() if self._target is not None else None
+        if target is not None and self.config.own_lm_head:
+            warm_start_head(self, target)
+
+    def draft_vocab_ids(self) -> torch.Tensor:
+        """(D,) target ids of the draft's rows, ascending."""
+        self._require_vocabulary("draft_vocab_ids")
+        return vocab.ids_from_offsets(self.d2t)
+
+    def draft_to_target(self, ids: torch.Tensor) -> torch.Tensor:
+        """Draft ids -> target ids (`d2t` holds offsets)."""
+        return ids + self.d2t[ids]
+
+    def _init_vocabulary_buffers(self) -> None:
+        identity = self.config.draft_vocab_size == self.config.vocab_size
+        with torch.no_grad():
+            self.d2t.zero_()
+            self.t2d.fill_(identity)
+        self._has_draft_vocab = identity
+
+    def _require_vocabulary(self, what: str) -> None:
+        if not self._has_draft_vocab:
+            raise ValueError(
+                f"{what} needs a draft vocabulary: only its size ({self.config.draft_vocab_size} of "
+                f"{self.config.vocab_size}) is known. The trainer builds the map from the training data; otherwise "
+                "call draft.set_draft_vocab(ids)"
+            )
+
+    # ----- creating, loading, saving --------------------------------------------------------------------------------
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        draft_vocab: torch.Tensor | list[int] | None = None,
+        draft_vocab_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **config_overrides,
+    ) -> "Eagle3DraftModel":
+        """A new head for `target`, warm-started from it and bound to it.
+
+        Args:
+            target: Any decoder-only causal LM of transformers.
+            draft_vocab: `D` target ids, or token counts (V,) of which the most frequent are taken, or `None`.
+            draft_vocab_size: `D`. Without `draft_vocab` the map stays unset until the trainer builds it; with neither,
+                the draft has the target's whole vocabulary.
+            dtype: Of the parameters; float32 is right for training.
+            config_overrides: Any [`Eagle3DraftConfig`] field.
+        """
+        vocab_size = target.get_input_embeddings().num_embeddings
+        ids = vocab.resolve(draft_vocab, draft_vocab_size, vocab_size, special_ids(target))
+        size = len(ids) if ids is not None else draft_vocab_size
+        config = new_head_config(target, vocab_size, size or vocab_size, config_overrides)
+        draft = cls(config).to(dtype)
+        draft.bind(target)
+        if ids is not None and len(ids) < vocab_size:
+            draft.set_draft_vocab(ids)
+        warm_start(draft, target)
+        return draft
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> "Eagle3DraftModel":
+        """Load a head saved by `save_pretrained`, or one in the SafeAILab layout (`midlayer.*`, `.bin` or safetensors).
+
+        Every tensor of the file is used and every parameter filled, or an error names it. The dtype is the file's
+        unless `dtype=` is given. Keywords override config fields, for example `target_layer_ids=[2, 16, 29]`.
+
+        Raises:
+            HeadFormatError: no EAGLE-3 head, an unsupported dialect, a damaged or unsafe file, or tensors that do not
+                fit.
+        """
+        draft = load_head(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+        _complete_tree_settings(draft)
+        return draft
+
+    def save_pretrained(self, *args, **kwargs):
+        self._require_vocabulary("save_pretrained")
+        return super().save_pretrained(*args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        raise TypeError("a draft head cannot generate alone: call target.generate(..., assistant_model=draft)")
+
+    def __deepcopy__(self, memo):
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        clone.__dict__.update({k: v if k == "_target" else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        return clone
+
+    def __getstate__(self):
+        return {**self.__dict__, "_target": None}  # a weak reference cannot be pickled, and the target must not be
+
+
+def _take_rows(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """(B, T, H) at rows (B, R) -> (B, R, H)."""
+    return tokens.gather(1, rows[..., None].expand(-1, -1, tokens.shape[-1]))
+
+
+def _complete_tree_settings(draft: Eagle3DraftModel) -> None:
+    """Give a generation config without tree settings (new, or of a published head) the paper's."""
+    if getattr(draft.generation_config, "assistant_tree_depth", None) is None:
+        for name, value in DEFAULT_TREE.items():
+            setattr(draft.generation_config, name, value)

@@ -1,0 +1,130 @@
+"""Starting a new head from its target: its config, head rows, final norm, and the last block where shapes allow."""
+
+import torch
+from torch import nn
+
+from .configuration_eagle3 import Eagle3DraftConfig
+from .features import decoder_blocks, default_layer_ids, num_target_layers
+
+
+# RoPE types that depend on nothing but the position, so that a draft can share them.
+_PORTABLE_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def new_head_config(target, vocab_size: int, draft_vocab_size: int, overrides: dict) -> Eagle3DraftConfig:
+    """The usual one-layer head for `target`, as wide as it; any field can be overridden."""
+    text = target.config.get_text_config()
+    heads = text.num_attention_heads
+    fields = {
+        "hidden_size": text.hidden_size,
+        "target_hidden_size": text.hidden_size,
+        "intermediate_size": _mlp_width(text),
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "max_position_embeddings": getattr(text, "max_position_embeddings", 2048),
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-5),
+        "rope_parameters": _portable_rope(text),
+        "vocab_size": vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "target_layer_ids": default_layer_ids(num_target_layers(target)),
+        "target_num_hidden_layers": num_target_layers(target),
+        "target_name_or_path": getattr(target.config, "_name_or_path", None) or None,
+        "target_model_type": target.config.model_type,
+    }
+    return Eagle3DraftConfig(**{**fields, **overrides})
+
+
+def _mlp_width(text) -> int:
+    """Mixture-of-experts targets have narrow experts; a dense draft wants a dense width."""
+    width = getattr(text, "intermediate_size", None) or 0
+    if isinstance(width, list):
+        width = max(width)
+    return max(width, 2 * text.hidden_size)
+
+
+def _portable_rope(text) -> dict:
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _PORTABLE_ROPE and not rope.get("partial_rotary_factor"):
+        return dict(rope)
+    return {"rope_type": "default", "rope_theta": Eagle3DraftConfig.default_theta}
+
+
+def special_ids(target) -> list[int]:
+    """The eos, pad and bos ids of the target's generation config: always worth drafting."""
+    config = getattr(target, "generation_config", None)
+    found: set[int] = set()
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        value = getattr(config, name, None)
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return sorted(found)
+
+
+@torch.no_grad()
+def dense_rows(linear: nn.Module, ids: torch.Tensor, width: int, chunk: int = 256) -> torch.Tensor:
+    """Rows `ids` of a linear layer's weight, (len(ids), width) float32, found by calling it on unit vectors.
+
+    So quantised, offloaded, tied and biased layers all work, and no weight's dtype or device is trusted.
+    """
+    probe = next((p for p in linear.parameters() if p.is_floating_point()), None)
+    device = probe.device if probe is not None and probe.device.type != "meta" else torch.device("cpu")
+    dtype = probe.dtype if probe is not None else torch.float32
+    bias = linear(torch.zeros(1, width, device=device, dtype=dtype))
+    columns = []
+    for start in range(0, width, chunk):
+        unit = torch.eye(width, device=device, dtype=dtype)[start : start + chunk]
+        columns.append((linear(unit) - bias)[:, ids.to(bias.device)].float().cpu())
+    return torch.cat(columns).T.contiguous()
+
+
+@torch.no_grad()
+def warm_start(draft, target) -> None:
+    """Head rows and final norm from the target; `fc` passes the high feature; the layer copies the last block."""
+    config = draft.config
+    if draft.has_draft_vocab and config.own_lm_head:
+        warm_start_head(draft, target)
+    final_norm = getattr(target.get_decoder(), "norm", None) if hasattr(target, "get_decoder") else None
+    _copy_weight(draft.norm, final_norm)
+    if config.hidden_size == config.target_hidden_size:
+        draft.fc.weight.normal_(std=config.initializer_range)
+        draft.fc.weight[:, -config.target_hidden_size :] += torch.eye(
+            config.hidden_size, device=draft.fc.weight.device
+        )
+        _copy_block(draft.layers[0], decoder_blocks(target)[-1], config.hidden_size)
+
+
+@torch.no_grad()
+def warm_start_head(draft, target) -> None:
+    """Gather the head rows of the draft vocabulary from the target's output layer, if the widths agree."""
+    config, head = draft.config, target.get_output_embeddings()
+    if head is None or config.hidden_size != config.target_hidden_size:
+        return
+    rows = dense_rows(head, draft.draft_vocab_ids().cpu(), config.hidden_size)
+    draft.lm_head.weight.copy_(rows.to(draft.lm_head.weight))
+
+
+def _copy_block(layer: nn.Module, block: nn.Module, width: int) -> None:
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        _copy_weight(getattr(layer.mlp, name), getattr(getattr(block, "mlp", None), name, None))
+    _copy_weight(layer.post_attention_layernorm, getattr(block, "post_attention_layernorm", None))
+    attention = getattr(block, "self_attn", None)
+    _copy_weight(layer.self_attn.o_proj, getattr(attention, "o_proj", None))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        source = _plain_weight(getattr(attention, name, None))
+        mine = getattr(layer.self_attn, name).weight
+        if source is not None and source.shape == (mine.shape[0], width):
+            mine[:, width:] = source.to(mine)  # the feature half; the embedding half starts small and random
+
+
+def _copy_weight(mine: nn.Module, other: nn.Module | None) -> None:
+    source = _plain_weight(other)
+    if source is not None and source.shape == mine.weight.shape:
+        mine.weight.copy_(source.to(mine.weight))
+
+
+def _plain_weight(module: nn.Module | None) -> torch.Tensor | None:
+    """The weight of a module if it is an ordinary float tensor that is here (not packed, not offloaded)."""
+    weight = getattr(module, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
+        return None
+    return weight

@@ -1,0 +1,108 @@
+"""Tiny random target models, one of each family that the tests promise something about.
+
+Float32 on the CPU, the same weights for the same seed, no end-of-text token. The weights are chosen between two evils:
+at transformers' default scale greedy text repeats one token for ever, and at twice this scale float32 rounding alone
+moves the logits by more than the margin that counts as a near-tie. Windows are short enough to be crossed by a test.
+"""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+
+LAYERS = 8
+HIDDEN_SIZE = 64
+VOCAB_SIZE = 320
+WINDOW = 12
+
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+# Gemma's pattern in small: windows, and every third layer sees everything.
+MIXED = ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(LAYERS)]
+ALTERNATING = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(LAYERS)]
+
+SPECIFIC = {
+    "llama": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "mistral_sw": {"model_type": "mistral", "sliding_window": WINDOW},
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": WINDOW,
+        "layer_types": ALTERNATING,
+        "query_pre_attn_scalar": 16,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": WINDOW,
+        "layer_types": MIXED,
+        "query_pre_attn_scalar": 16,
+    },
+    "phi3": {"model_type": "phi3"},
+    "olmo2": {"model_type": "olmo2"},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "sliding_window": WINDOW,
+        "layer_types": ALTERNATING,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+}
+FAMILIES = list(SPECIFIC)
+
+
+def tiny(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
+    """A new target of the family `name`; the generator's state is left as it was.
+
+    Args:
+        name: one of `FAMILIES`.
+        seed: of the weights.
+        overrides: fields of the family's config, such as `num_hidden_layers=2`.
+    """
+    fields = {**COMMON, **SPECIFIC[name]}
+    if "num_hidden_layers" in overrides and "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][: overrides["num_hidden_layers"]]
+    config = AutoConfig.for_model(**{**fields, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        move_vectors(model)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model.eval()
+
+
+@torch.no_grad()
+def move_vectors(model: PreTrainedModel) -> None:
+    """Norm weights start at one and biases at zero, where a test could not tell whether they are used at all.
+
+    Norms of queries and keys are raised besides: at one, attention is so even that the text soon repeats a token.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if "q_norm" in name or "k_norm" in name:
+                parameter.add_(0.5)
+
+
+def prompt(length: int, seed: int = 0, rows: int = 1, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    """Random ids `(rows, length)`, without the pad token 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocab_size, (rows, length), generator=generator)

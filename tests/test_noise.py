@@ -1,0 +1,171 @@
+"""`Noise` against `torch.multinomial` itself: equal ids, equal generator state, whatever happens in between."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3_hf.decoding.noise import Noise
+
+
+# What a user's callback or processor may draw between two steps. `randn` of one keeps a spare normal in the state.
+FOREIGN = {
+    "nothing": lambda: None,
+    "rand": lambda: torch.rand(3),
+    "randn": lambda: torch.randn(1),
+    "randperm": lambda: torch.randperm(5),
+    "multinomial": lambda: torch.multinomial(torch.ones(4), 1),
+    "reseed": lambda: torch.manual_seed(11),
+}
+STEP = st.tuples(st.sampled_from(["nothing"] * 4 + sorted(FOREIGN)), st.integers(-1, 3), st.integers(-1, 3))
+
+
+def random_probs(rows, vocab_size, steps, seed, temperature, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(steps, rows, vocab_size, generator=generator) / temperature
+    return logits.softmax(-1).to(dtype)
+
+
+def vanilla(seed, probs, script):
+    torch.manual_seed(seed)
+    ids = []
+    for step, (foreign, _, _) in zip(probs, script, strict=True):
+        FOREIGN[foreign]()
+        ids.append(torch.multinomial(step, 1).squeeze(-1).tolist())
+    return ids, torch.get_rng_state()
+
+
+def with_look_ahead(seed, probs, script):
+    """The same, peeking up to three steps ahead before and after the foreign draw."""
+    torch.manual_seed(seed)
+    noise = Noise(*probs.shape[1:], "cpu", probs.dtype)
+    ids = []
+    for step, (foreign, before, after) in zip(probs, script, strict=True):
+        if before >= 0:
+            noise.peek(before)
+        FOREIGN[foreign]()
+        if after >= 0:
+            noise.peek(after)
+        ids.append(noise.choose(step).tolist())
+    return ids, torch.get_rng_state()
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    rows=st.integers(1, 3),
+    vocab_size=st.sampled_from([1, 2, 7, 16, 33, 300]),
+    temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0]),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    script=st.lists(STEP, min_size=1, max_size=8),
+)
+def test_ids_and_generator_equal_multinomial(seed, rows, vocab_size, temperature, dtype, script):
+    probs = random_probs(rows, vocab_size, len(script), seed % 1000, temperature, dtype)
+    expected_ids, expected_state = vanilla(seed, probs, script)
+    ids, state = with_look_ahead(seed, probs, script)
+    assert ids == expected_ids
+    assert torch.equal(state, expected_state)
+
+
+def test_a_real_vocabulary():
+    script = [("nothing", 4, 2)] * 6
+    probs = random_probs(1, 49152, 6, 0, 0.8, torch.float32)
+    expected_ids, expected_state = vanilla(3, probs, script)
+    ids, state = with_look_ahead(3, probs, script)
+    assert ids == expected_ids
+    assert torch.equal(state, expected_state)
+
+
+def test_most_tokens_cut():
+    """Top-k leaves zeros; a zero must never be chosen, not even next to probabilities that underflow."""
+    logits = torch.full((1, 50), -torch.inf)
+    logits[0, [3, 17, 40]] = torch.tensor([0.0, -0.5, -100.0])
+    probs = logits.softmax(-1).expand(200, 1, 50)
+    script = [("nothing", -1, -1)] * 200
+    ids, _ = with_look_ahead(0, probs, script)
+    assert ids == vanilla(0, probs, script)[0]
+    assert {row[0] for row in ids} == {3, 17}
+
+
+def test_peek_is_what_the_step_uses_and_moves_nothing():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    noise = Noise(2, 30, "cpu")
+    third, first = noise.peek(2), noise.peek(0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert noise.peek(2) is third
+
+    probs = random_probs(2, 30, 3, 1, 1.0, torch.float32)
+    assert torch.equal(noise.choose(probs[0]), (probs[0] / first).argmax(-1))
+    assert noise.peek(1) is third
+    noise.choose(probs[1])
+    assert torch.equal(noise.choose(probs[2]), (probs[2] / third).argmax(-1))
+
+
+def test_peek_after_a_foreign_draw_continues_from_there():
+    torch.manual_seed(5)
+    noise = Noise(1, 30, "cpu")
+    stale = noise.peek(0).clone()
+    torch.rand(1)
+    expected = torch.empty(1, 30).exponential_(generator=torch.Generator().set_state(torch.get_rng_state()))
+    assert torch.equal(noise.peek(0), expected)
+    assert not torch.equal(stale, expected)
+
+
+INVALID = {
+    "nan": [0.5, float("nan"), 0.5],
+    "inf": [0.5, float("inf"), 0.5],
+    "negative": [0.9, -0.1, 0.2],
+    "zero": [0.0, 0.0, 0.0],
+}
+
+
+@pytest.mark.parametrize("peek", [False, True])
+@pytest.mark.parametrize("bad_row", [0, 1])
+@pytest.mark.parametrize("kind", sorted(INVALID))
+def test_what_multinomial_refuses(kind, bad_row, peek):
+    probs = torch.full((2, 3), 1 / 3)
+    probs[bad_row] = torch.tensor(INVALID[kind])
+    torch.manual_seed(2)
+    with pytest.raises(RuntimeError) as expected:
+        torch.multinomial(probs, 1)
+    expected_state = torch.get_rng_state()
+
+    torch.manual_seed(2)
+    noise = Noise(2, 3, "cpu")
+    if peek:
+        noise.peek(1)
+    with pytest.raises(RuntimeError) as raised:
+        noise.choose(probs)
+    assert str(raised.value) == str(expected.value)
+    assert torch.equal(torch.get_rng_state(), expected_state)
+
+    # And it is of use afterwards.
+    good = torch.full((2, 3), 1 / 3)
+    ids = noise.choose(good)
+    torch.set_rng_state(expected_state)
+    assert torch.equal(ids, torch.multinomial(good, 1).squeeze(-1))
+
+
+@pytest.mark.parametrize(
+    ("probs", "found"), [(torch.ones(1, 4), r"\(1, 4\)"), (torch.ones(1, 3).half(), "torch.float16")]
+)
+def test_other_probabilities_are_refused(probs, found):
+    with pytest.raises(ValueError, match=rf"\(1, 3\) in torch.float32, got .*{found}"):
+        Noise(1, 3, "cpu").choose(probs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_generator(dtype):
+    probs = random_probs(2, 5000, 6, 0, 0.8, dtype).cuda()
+    torch.cuda.manual_seed(4)
+    expected = [torch.multinomial(step, 1).squeeze(-1).tolist() for step in probs]
+    state = torch.cuda.get_rng_state()
+
+    torch.cuda.manual_seed(4)
+    noise = Noise(2, 5000, "cuda", dtype)
+    noise.peek(3)
+    assert [noise.choose(step).tolist() for step in probs] == expected
+    assert torch.equal(torch.cuda.get_rng_state(), state)
