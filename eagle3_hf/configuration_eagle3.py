@@ -6,6 +6,34 @@ final norm.
 """
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+_SIZES = (
+    "hidden_size",
+    "target_hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "vocab_size",
+    "draft_vocab_size",
+)
+_SWITCHES = (
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "attention_bias",
+    "mlp_bias",
+    "fc_bias",
+    "qk_norm",
+    "own_embeddings",
+    "own_lm_head",
+)
 
 
 class Eagle3DraftConfig(PreTrainedConfig):
@@ -30,6 +58,9 @@ class Eagle3DraftConfig(PreTrainedConfig):
         own_lm_head: The head carries its own output layer; otherwise (only with `D == V`) it borrows the target's.
         target_name_or_path, target_model_type, target_num_hidden_layers, target_vocab_hash, target_chat_template_hash:
             What the head was trained for; checked when a target or a tokenizer is at hand.
+
+    Raises:
+        ValueError: a field of the wrong type, or fields that contradict each other; values are named.
     """
 
     model_type = "eagle3_draft"
@@ -73,20 +104,20 @@ class Eagle3DraftConfig(PreTrainedConfig):
         **kwargs,
     ):
         self.hidden_size = hidden_size
-        self.target_hidden_size = target_hidden_size or hidden_size
+        self.target_hidden_size = hidden_size if target_hidden_size is None else target_hidden_size
         self.intermediate_size = intermediate_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads or num_attention_heads
-        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.head_dim = head_dim
         self.hidden_act = hidden_act
         self.max_position_embeddings = max_position_embeddings
         self.initializer_range = initializer_range
         self.rms_norm_eps = rms_norm_eps
         self.rope_parameters = rope_parameters
         self.vocab_size = vocab_size
-        self.draft_vocab_size = draft_vocab_size or vocab_size
-        self.target_layer_ids = list(target_layer_ids) if target_layer_ids is not None else None
+        self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
+        self.target_layer_ids = list(target_layer_ids) if isinstance(target_layer_ids, tuple) else target_layer_ids
         self.norm_before_residual = norm_before_residual
         self.norm_before_fc = norm_before_fc
         self.fc_norm = fc_norm
@@ -105,14 +136,48 @@ class Eagle3DraftConfig(PreTrainedConfig):
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
-        kwargs.setdefault("tie_word_embeddings", False)
-        super().__init__(**kwargs)
+        self._check_types()
+        if self.head_dim is None:
+            self.head_dim = hidden_size // num_attention_heads
         self._check_fields()
+        kwargs.setdefault("tie_word_embeddings", False)
+        try:
+            super().__init__(**kwargs)
+        except KeyError as error:  # transformers' word for a rope type that lacks its numbers
+            raise ValueError(f"rope_parameters {rope_parameters}: {error.args[0]}") from error
 
     @property
     def num_captured_layers(self) -> int:
         """How many target layers are read (`A`): three when the file does not say."""
         return len(self.target_layer_ids) if self.target_layer_ids is not None else 3
+
+    def _check_types(self) -> None:
+        """Wrong types would only show later, as an error about something else."""
+        for name in _SIZES:
+            value = getattr(self, name)
+            unset = value is None and name == "head_dim"
+            if not unset and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("rms_norm_eps", "initializer_range"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
+                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act {self.hidden_act!r} is unknown to transformers")
+        self._check_rope_type()
+
+    def _check_rope_type(self) -> None:
+        rope = self.rope_parameters
+        if rope is None:
+            return
+        if not isinstance(rope, dict):
+            raise ValueError(f"rope_parameters must be a dict like {{'rope_type': 'default'}}, got {rope!r}")
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            known = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS}))
+            raise ValueError(f"rope_type {rope_type!r} is unknown; known: {known}")
 
     def _check_fields(self) -> None:
         if self.draft_vocab_size > self.vocab_size:
@@ -130,6 +195,8 @@ class Eagle3DraftConfig(PreTrainedConfig):
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})"
             )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other: set one of them to False")
         if not self.own_embeddings and self.hidden_size != self.target_hidden_size:
@@ -143,7 +210,8 @@ class Eagle3DraftConfig(PreTrainedConfig):
         ids = self.target_layer_ids
         if ids is None:
             return
-        if not ids or sorted(set(ids)) != ids or ids[0] < 0:
+        integers = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+        if not integers or not ids or sorted(set(ids)) != ids or ids[0] < 0:
             raise ValueError(
                 f"target_layer_ids must be ascending, distinct hidden_states indices >= 0 (0 = embeddings), got {ids}"
             )

@@ -1,4 +1,4 @@
-"""Which layers of a target the draft reads, and reading them.
+"""What a draft takes from its target: features at a few layers, and calls of modules that its own file lacks.
 
 A feature is the raw residual stream at a `hidden_states` index: 0 is the embedding output, `i` the output of block
 `i - 1`, `L` the output of the last block before the final norm. Forward hooks on the decoder blocks give exactly these
@@ -6,8 +6,42 @@ on every transformers version, also where `hidden_states[L]` is already normed. 
 reader, so that a head never sees other features than it was trained on.
 """
 
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import nn
+from transformers.utils import logging
+
+from .configuration_eagle3 import Eagle3DraftConfig
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Borrowed:
+    """What a head lacks and takes from its target for one call: callables, so offloaded or quantised modules work."""
+
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    lm_head: Callable[[torch.Tensor], torch.Tensor] | None
+
+
+def call_at_home(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The call of a module of another model: its input goes to that module's device and dtype, its output comes back.
+
+    Offloaded modules have no device of their own (`meta`), quantised ones no float dtype; both see to it themselves.
+    """
+    weight = next((p for p in module.parameters() if p.device.type != "meta"), None)
+    if weight is None:
+        return module
+
+    def call(inputs: torch.Tensor) -> torch.Tensor:
+        dtype = weight.dtype if inputs.is_floating_point() and weight.is_floating_point() else inputs.dtype
+        return module(inputs.to(weight.device, dtype)).to(inputs.device)
+
+    return call
 
 
 def default_layer_ids(num_layers: int) -> list[int]:
@@ -40,6 +74,56 @@ def decoder_blocks(target: nn.Module) -> nn.ModuleList:
     )
 
 
+def check_target(config: Eagle3DraftConfig, target: nn.Module) -> None:
+    """Refuse a target that a head was not made for; settle the layer ids that its file did not give.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    text_config, name, layers = target.config.get_text_config(), type(target).__name__, num_target_layers(target)
+    if getattr(target.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model; EAGLE-3 heads draft for decoder-only targets")
+    if config.target_hidden_size != text_config.hidden_size:
+        raise ValueError(
+            f"this head reads features of width {config.target_hidden_size}, but {name} has hidden_size "
+            f"{text_config.hidden_size}: it was trained for another target"
+        )
+    rows = getattr(target.get_input_embeddings(), "num_embeddings", text_config.vocab_size)  # a packed one has none
+    if config.vocab_size not in (text_config.vocab_size, rows):
+        raise ValueError(
+            f"this head was trained for a vocabulary of {config.vocab_size} tokens, but {name} has "
+            f"{text_config.vocab_size}: it was trained for another target"
+        )
+    if config.target_num_hidden_layers not in (None, layers):
+        raise ValueError(
+            f"this head was trained for a target of {config.target_num_hidden_layers} layers, but {name} has "
+            f"{layers}: it was trained for another target"
+        )
+    if config.target_layer_ids is None:
+        _guess_layer_ids(config, layers)
+    if config.target_layer_ids[-1] > layers:
+        raise ValueError(
+            f"this head reads hidden_states index {config.target_layer_ids[-1]}, but {name} has {layers} layers "
+            f"(largest index {layers}): it was trained for another target"
+        )
+
+
+def _guess_layer_ids(config: Eagle3DraftConfig, layers: int) -> None:
+    """The reference's rule, with a warning; the layer count is kept, so that the guess serves no other target."""
+    ids = default_layer_ids(layers)
+    if layers < 7 or len(ids) != config.num_captured_layers:
+        raise ValueError(
+            f"this head's file names no layer ids and the target has only {layers} layers, too few for "
+            "the reference's rule: load it with target_layer_ids=[...]"
+        )
+    logger.warning_once(
+        f"The config of {config._name_or_path or 'this head'} names no target layers; the reference's rule for "
+        f"{layers} layers is used: hidden_states indices {ids}. If it accepts little, load it with "
+        "target_layer_ids=[...]."
+    )
+    config.target_layer_ids, config.target_num_hidden_layers = ids, layers
+
+
 class FeatureReader:
     """Collects the residual stream at `layer_ids` while the target runs, as a context manager.
 
@@ -50,6 +134,7 @@ class FeatureReader:
     ```
 
     Several forwards before a `take` (chunked prefill) are joined along T. Hooks are removed on exit, whatever happens.
+    Only forwards of the thread that entered are read: another thread may run the same target meanwhile.
     """
 
     def __init__(self, target: nn.Module, layer_ids: list[int]):
@@ -66,6 +151,7 @@ class FeatureReader:
 
     def __enter__(self) -> "FeatureReader":
         self.clear()
+        self._thread = threading.get_ident()
         for layer_id in self.layer_ids:
             if layer_id == 0:
                 hook = self._blocks[0].register_forward_pre_hook(self._capture_input, with_kwargs=True)
@@ -99,9 +185,11 @@ class FeatureReader:
 
     def _capture_output(self, layer_id: int):
         def hook(module, args, output):
-            self._captured[layer_id].append(output[0] if isinstance(output, tuple) else output)
+            if threading.get_ident() == self._thread:
+                self._captured[layer_id].append(output[0] if isinstance(output, tuple) else output)
 
         return hook
 
     def _capture_input(self, module, args, kwargs):
-        self._captured[0].append(args[0] if args else kwargs["hidden_states"])
+        if threading.get_ident() == self._thread:
+            self._captured[0].append(args[0] if args else kwargs["hidden_states"])

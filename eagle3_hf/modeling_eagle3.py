@@ -7,38 +7,28 @@ section 3.1).
 
 import copy
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 
 from . import vocab
 from .configuration_eagle3 import Eagle3DraftConfig
 from .draft_layers import Attend, CachedAttention, Eagle3DecoderLayer, Eagle3RotaryEmbedding
-from .features import default_layer_ids, num_target_layers
+from .features import Borrowed, call_at_home, check_target
 from .loading import load_head
 from .ttt.attention import TTTAttention
 from .ttt.loss import StepLoss, Supervision, step_loss, supervised_mask, weighted_loss
-from .warm_start import new_head_config, special_ids, warm_start, warm_start_head
+from .warm_start import new_head_config, special_ids, warm_start_body, warm_start_head
 
-
-logger = logging.get_logger(__name__)
 
 # Drafted nodes, levels and children of an expanded node: the paper's tree (the reference's 60/7/10 counts the root).
 DEFAULT_TREE = {"num_assistant_tokens": 59, "assistant_tree_depth": 8, "assistant_tree_top_k": 10}
-
-
-@dataclass
-class Borrowed:
-    """What a head lacks and takes from its target for one call: callables, so offloaded or quantised modules work."""
-
-    embed: Callable[[torch.Tensor], torch.Tensor]
-    lm_head: Callable[[torch.Tensor], torch.Tensor] | None
 
 
 @dataclass
@@ -80,7 +70,8 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
 
     It inherits `GenerationMixin` only so that transformers creates, saves and loads its `generation_config`, where the
     tree settings live: `num_assistant_tokens` (drafted nodes, root not counted), `assistant_tree_depth` (levels) and
-    `assistant_tree_top_k` (children per expanded node; 1 = a chain).
+    `assistant_tree_top_k` (children per expanded node; 1 = a chain). When sampling, the draft looks at the coming
+    random numbers (see `decoding.noise`); `assistant_known_noise = False` there turns that off, to measure its worth.
     """
 
     def __init__(self, config: Eagle3DraftConfig):
@@ -195,21 +186,22 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         """Unroll the draft on its own output: features fed back and not detached, tokens teacher-forced.
 
         With `row_share` < 1 the steps after the first run on that share of the rows, drawn at random: their rows do
-        not see one another, so each is exact, and the loss is scaled up to all rows.
+        not see one another, so each is exact, and the loss is weighted up to all rows.
         """
         borrowed = borrowed or self.borrow()
         batch, length = input_ids.shape
         embeds = borrowed.embed(nn.functional.pad(input_ids, (0, num_steps)))
         rows = torch.arange(length, device=input_ids.device).expand(batch, -1)
-        attend, hidden, losses = TTTAttention(rows), self.fuse(features), []
+        attend, hidden, weights, losses = TTTAttention(rows), self.fuse(features), None, []
         for step in range(num_steps):
             if step == 1 and row_share < 1:
-                attend.rows = rows = supervision.sample_rows(row_share)
+                attend.rows = rows = supervision.sample_rows(row_share, num_steps)
+                weights = supervision.row_weights(rows.shape[1], num_steps)
                 hidden = _take_rows(hidden, rows)
             output = self.run_layers(hidden, _take_rows(embeds, rows + step + 1), rows + step, attend)
             in_batch, place, entries = supervision.pairs(rows, step)
             logits = self.compute_logits(output[in_batch, place], borrowed)
-            losses.append(step_loss(logits, entries, supervision, step))
+            losses.append(step_loss(logits, entries, supervision, None if weights is None else weights[in_batch]))
             hidden = self.feedback(output)
         return losses
 
@@ -248,51 +240,12 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
                 "this head borrows its target's embedding, and no target is bound (or it was deleted): call "
                 "draft.bind(target) first and keep the target alive"
             )
-        embed = self.embed_tokens if self.config.own_embeddings else target.get_input_embeddings()
-        return Borrowed(embed, None if self.config.own_lm_head else target.get_output_embeddings())
+        embed = self.embed_tokens if self.config.own_embeddings else call_at_home(target.get_input_embeddings())
+        return Borrowed(embed, None if self.config.own_lm_head else call_at_home(target.get_output_embeddings()))
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Refuse a target this head was not made for, naming both numbers; settle layer ids the file did not give."""
-        config, text_config = self.config, target.config.get_text_config()
-        name, layers = type(target).__name__, num_target_layers(target)
-        if getattr(target.config, "is_encoder_decoder", False):
-            raise ValueError(f"{name} is an encoder-decoder model; EAGLE-3 heads draft for decoder-only targets")
-        if config.target_hidden_size != text_config.hidden_size:
-            raise ValueError(
-                f"this head reads features of width {config.target_hidden_size}, but {name} has hidden_size "
-                f"{text_config.hidden_size}: it was trained for another target"
-            )
-        rows = target.get_input_embeddings().num_embeddings
-        if config.vocab_size not in (text_config.vocab_size, rows):
-            raise ValueError(
-                f"this head was trained for a vocabulary of {config.vocab_size} tokens, but {name} has "
-                f"{text_config.vocab_size}: it was trained for another target"
-            )
-        if config.target_num_hidden_layers not in (None, layers):
-            raise ValueError(
-                f"this head was trained for a target of {config.target_num_hidden_layers} layers, but {name} has "
-                f"{layers}: it was trained for another target"
-            )
-        if config.target_layer_ids is None:
-            self._guess_layer_ids(layers)
-        if config.target_layer_ids[-1] > layers:
-            raise ValueError(
-                f"this head reads hidden_states index {config.target_layer_ids[-1]}, but {name} has {layers} layers "
-                f"(largest index {layers}): it was trained for another target"
-            )
-
-    def _guess_layer_ids(self, layers: int) -> None:
-        ids = default_layer_ids(layers)
-        if len(ids) != self.config.num_captured_layers:
-            raise ValueError(
-                f"this head's file names no layer ids and the target has only {layers} layers, too few for "
-                "the reference's rule: load it with target_layer_ids=[...]"
-            )
-        logger.warning_once(
-            f"This head's config names no target layers; the reference's rule for {layers} layers is used: "
-            f"hidden_states indices {ids}. If it accepts little, load it with target_layer_ids=[...]."
-        )
-        self.config.target_layer_ids = ids
+        check_target(self.config, target)
 
     # ----- the draft vocabulary -------------------------------------------------------------------------------------
 
@@ -317,7 +270,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         self.t2d.copy_(t2d)
         self._has_draft_vocab = True
         target = self._target() if self._target is not None else None
-        if target is not None and self.config.own_lm_head:
+        if target is not None:
             warm_start_head(self, target)
 
     def draft_vocab_ids(self) -> torch.Tensor:
@@ -330,10 +283,10 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         return ids + self.d2t[ids]
 
     def _init_vocabulary_buffers(self) -> None:
+        """Identity or nothing; transformers' initialisers leave alone what a file has filled."""
         identity = self.config.draft_vocab_size == self.config.vocab_size
-        with torch.no_grad():
-            self.d2t.zero_()
-            self.t2d.fill_(identity)
+        init.zeros_(self.d2t)
+        init.constant_(self.t2d, identity)
         self._has_draft_vocab = identity
 
     def _require_vocabulary(self, what: str) -> None:
@@ -371,14 +324,16 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         config = new_head_config(target, vocab_size, size or vocab_size, config_overrides)
         draft = cls(config).to(dtype)
         draft.bind(target)
+        warm_start_body(draft, target)
         if ids is not None and len(ids) < vocab_size:
-            draft.set_draft_vocab(ids)
-        warm_start(draft, target)
+            draft.set_draft_vocab(ids)  # gathers its rows of the target's head
+        elif draft.has_draft_vocab:
+            warm_start_head(draft, target)
         return draft
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> "Eagle3DraftModel":
-        """Load a head saved by `save_pretrained`, or one in the SafeAILab layout (`midlayer.*`, `.bin` or safetensors).
+        """Load a head saved by `save_pretrained`, or one in the SafeAILab layout (`.bin` or safetensors).
 
         Every tensor of the file is used and every parameter filled, or an error names it. The dtype is the file's
         unless `dtype=` is given. Keywords override config fields, for example `target_layer_ids=[2, 16, 29]`.
@@ -387,13 +342,19 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
             HeadFormatError: no EAGLE-3 head, an unsupported dialect, a damaged or unsafe file, or tensors that do not
                 fit.
         """
-        draft = load_head(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+        draft, info = load_head(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
         _complete_tree_settings(draft)
-        return draft
+        return (draft, info) if kwargs.get("output_loading_info") else draft
 
     def save_pretrained(self, *args, **kwargs):
+        """Save under this package's tensor names, whatever names the file had that this head was loaded from."""
         self._require_vocabulary("save_pretrained")
-        return super().save_pretrained(*args, **kwargs)
+        return super().save_pretrained(*args, **{"save_original_format": False, **kwargs})
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        result = super().load_state_dict(state_dict, *args, **kwargs)
+        self._has_draft_vocab = self._has_draft_vocab or int(self.t2d.sum()) == self.config.draft_vocab_size
+        return result
 
     def generate(self, *args, **kwargs):
         raise TypeError("a draft head cannot generate alone: call target.generate(..., assistant_model=draft)")
@@ -415,6 +376,8 @@ def _take_rows(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _complete_tree_settings(draft: Eagle3DraftModel) -> None:
     """Give a generation config without tree settings (new, or of a published head) the paper's."""
-    if getattr(draft.generation_config, "assistant_tree_depth", None) is None:
-        for name, value in DEFAULT_TREE.items():
+    # Where this is set, transformers saves fields that it does not know, and drops them when it loads the file.
+    draft.generation_config._from_model_config = False
+    for name, value in DEFAULT_TREE.items():
+        if getattr(draft.generation_config, name, None) is None:
             setattr(draft.generation_config, name, value)

@@ -7,10 +7,16 @@ ids follow ascending target ids, so `logits[..., t2d]` is a row-for-row match of
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+
+logger = logging.getLogger(__name__)
 
 
 def build_draft_vocab(counts: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
@@ -140,6 +146,46 @@ def resolve(draft_vocab, size: int | None, vocab_size: int, always: Iterable[int
     if size is not None and given.numel() != size:
         raise ValueError(f"draft_vocab_size is {size}, but {given.numel()} ids were given; leave one of them out")
     return _checked_ids(given, vocab_size, "draft_vocab").cpu().unique()
+
+
+def tokenizer_hashes(tokenizer) -> tuple[str, str | None]:
+    """Short SHA-256 of a tokenizer's vocabulary (tokens with their ids), and of its chat template if it has one."""
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
+    template = getattr(tokenizer, "chat_template", None)
+    return _short_hash(pairs), _short_hash(template) if template else None
+
+
+def record_tokenizer(config, tokenizer) -> None:
+    """Write a tokenizer's hashes into a head's config, where none are recorded yet; check those that are."""
+    check_tokenizer(config, tokenizer)
+    vocab_hash, template_hash = tokenizer_hashes(tokenizer)
+    config.target_vocab_hash = config.target_vocab_hash or vocab_hash
+    config.target_chat_template_hash = config.target_chat_template_hash or template_hash
+
+
+def check_tokenizer(config, tokenizer) -> None:
+    """Compare a tokenizer with what a head's config recorded at training; fields that are `None` are not compared.
+
+    Raises:
+        ValueError: another vocabulary. Another chat template only warns: the text stays right, acceptance may drop.
+    """
+    vocab_hash, template_hash = tokenizer_hashes(tokenizer)
+    if config.target_vocab_hash not in (None, vocab_hash):
+        raise ValueError(
+            f"the head was trained with a vocabulary of hash {config.target_vocab_hash}, but this tokenizer's has "
+            f"{vocab_hash}: use the tokenizer of the head's target ({config.target_name_or_path})"
+        )
+    if config.target_chat_template_hash not in (None, template_hash):
+        logger.warning(
+            "The head was trained with a chat template of hash %s, but this tokenizer's has %s: prompts look different "
+            "from those it knows, so it may accept less.",
+            config.target_chat_template_hash,
+            template_hash,
+        )
+
+
+def _short_hash(value) -> str:
+    return hashlib.sha256(json.dumps(value, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
 def _checked_counts(counts: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from .configuration_eagle3 import Eagle3DraftConfig
-from .features import decoder_blocks, default_layer_ids, num_target_layers
+from .features import call_at_home, decoder_blocks, default_layer_ids, num_target_layers
 
 
 # RoPE types that depend on nothing but the position, so that a draft can share them.
@@ -78,35 +78,37 @@ def dense_rows(linear: nn.Module, ids: torch.Tensor, width: int, chunk: int = 25
 
 
 @torch.no_grad()
-def warm_start(draft, target) -> None:
-    """Head rows and final norm from the target; `fc` passes the high feature; the layer copies the last block."""
-    config = draft.config
-    if draft.has_draft_vocab and config.own_lm_head:
-        warm_start_head(draft, target)
-    final_norm = getattr(target.get_decoder(), "norm", None) if hasattr(target, "get_decoder") else None
-    _copy_weight(draft.norm, final_norm)
-    if config.hidden_size == config.target_hidden_size:
-        draft.fc.weight.normal_(std=config.initializer_range)
-        draft.fc.weight[:, -config.target_hidden_size :] += torch.eye(
-            config.hidden_size, device=draft.fc.weight.device
-        )
-        _copy_block(draft.layers[0], decoder_blocks(target)[-1], config.hidden_size)
-
-
-@torch.no_grad()
 def warm_start_head(draft, target) -> None:
     """Gather the head rows of the draft vocabulary from the target's output layer, if the widths agree."""
     config, head = draft.config, target.get_output_embeddings()
-    if head is None or config.hidden_size != config.target_hidden_size:
+    if head is None or not config.own_lm_head or config.hidden_size != config.target_hidden_size:
         return
     rows = dense_rows(head, draft.draft_vocab_ids().cpu(), config.hidden_size)
     draft.lm_head.weight.copy_(rows.to(draft.lm_head.weight))
 
 
+@torch.no_grad()
+def warm_start_body(draft, target) -> None:
+    """All but the head: final norm, `fc` passing the high feature, the last block's attention and MLP; by shape."""
+    config = draft.config
+    if config.hidden_size != config.target_hidden_size:
+        return
+    _copy_gain(draft.norm, getattr(_decoder(target), "norm", None), config.hidden_size)
+    if config.own_embeddings:
+        _copy_embeddings(draft.embed_tokens, target.get_input_embeddings())
+    draft.fc.weight.normal_(std=config.initializer_range)
+    draft.fc.weight[:, -config.target_hidden_size :] += torch.eye(config.hidden_size, device=draft.fc.weight.device)
+    _copy_block(draft.layers[0], decoder_blocks(target)[-1], config.hidden_size)
+
+
+def _decoder(target) -> nn.Module | None:
+    return target.get_decoder() if hasattr(target, "get_decoder") else None
+
+
 def _copy_block(layer: nn.Module, block: nn.Module, width: int) -> None:
     for name in ("gate_proj", "up_proj", "down_proj"):
         _copy_weight(getattr(layer.mlp, name), getattr(getattr(block, "mlp", None), name, None))
-    _copy_weight(layer.post_attention_layernorm, getattr(block, "post_attention_layernorm", None))
+    _copy_gain(layer.post_attention_layernorm, _norm_before_mlp(block), width)
     attention = getattr(block, "self_attn", None)
     _copy_weight(layer.self_attn.o_proj, getattr(attention, "o_proj", None))
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -114,6 +116,35 @@ def _copy_block(layer: nn.Module, block: nn.Module, width: int) -> None:
         mine = getattr(layer.self_attn, name).weight
         if source is not None and source.shape == (mine.shape[0], width):
             mine[:, width:] = source.to(mine)  # the feature half; the embedding half starts small and random
+
+
+def _norm_before_mlp(block: nn.Module) -> nn.Module | None:
+    """Sandwich blocks (Gemma 2 and 3) name it otherwise; in blocks without a first norm (OLMo 2) there is none."""
+    if hasattr(block, "pre_feedforward_layernorm"):
+        return block.pre_feedforward_layernorm
+    return getattr(block, "post_attention_layernorm", None) if hasattr(block, "input_layernorm") else None
+
+
+def _copy_gain(mine: nn.Module, norm: nn.Module | None, width: int) -> None:
+    """What `norm` multiplies its normalised input by: its weight, or one plus its weight (Gemma).
+
+    Found by calling it on a vector of signs, whose normalised form is itself.
+    """
+    weight = _plain_weight(norm)
+    if norm is None or weight is None or weight.shape != (width,):
+        return
+    signs = torch.ones(1, width, device=weight.device, dtype=torch.float32)
+    signs[:, 1::2] = -1
+    gain = (norm(signs).float() - norm(-signs).float()) * signs / 2  # a bias cancels out
+    mine.weight.copy_(gain[0].to(mine.weight))
+
+
+def _copy_embeddings(mine: nn.Embedding, embed: nn.Module, chunk: int = 8192) -> None:
+    """By calling the target's, which may scale its rows (Gemma), be quantised or live elsewhere."""
+    call = call_at_home(embed)
+    for start in range(0, mine.num_embeddings, chunk):
+        ids = torch.arange(start, min(start + chunk, mine.num_embeddings), device=mine.weight.device)
+        mine.weight[ids] = call(ids).to(mine.weight)
 
 
 def _copy_weight(mine: nn.Module, other: nn.Module | None) -> None:

@@ -24,6 +24,17 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-settings", action="store_true", help="losslessness: every prompt with every row of the settings table"
+    )
+
+
+@pytest.fixture(scope="session")
+def all_settings(request: pytest.FixtureRequest) -> bool:
+    return request.config.getoption("--all-settings")
+
+
 def pytest_configure() -> None:
     """One thread: tiny models gain nothing from more, and pools that spin on the same cores lose very much."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -305,7 +305,7 @@ def test_collator_pads_on_the_right():
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "input_ids": [[5, 6, 7], [8, 2, 2]],
         "attention_mask": [[1, 1, 1], [1, 0, 0]],
-        "labels": [[IGNORE_INDEX, 6, 7], [IGNORE_INDEX] * 3],
+        "labels": [[IGNORE_INDEX, IGNORE_INDEX, 7], [IGNORE_INDEX] * 3],  # no row could learn the second token
     }
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     assert Eagle3DataCollator(2, pad_to_multiple_of=8)(rows)["input_ids"].shape == (2, 8)

@@ -115,3 +115,25 @@ def test_coverage():
     assert coverage(counts, torch.tensor([2, 3])) == 7 / 8
     assert coverage(counts, torch.arange(4)) == 1.0
     assert coverage(torch.zeros(4, dtype=torch.int64), torch.tensor([0])) == 1.0
+
+
+def test_tokenizer_hashes_are_recorded_once_and_checked(caplog):
+    from chats import chat_tokenizer
+
+    from eagle3_hf import Eagle3DraftConfig
+    from eagle3_hf.vocab import check_tokenizer, record_tokenizer
+
+    config = Eagle3DraftConfig(vocab_size=300)
+    tokenizer = chat_tokenizer()
+    check_tokenizer(config, tokenizer)  # nothing recorded, nothing to compare
+    record_tokenizer(config, tokenizer)
+    recorded = config.target_vocab_hash, config.target_chat_template_hash
+    assert all(recorded)
+    record_tokenizer(config, tokenizer)
+    assert (config.target_vocab_hash, config.target_chat_template_hash) == recorded
+
+    check_tokenizer(config, chat_tokenizer("bos"))
+    assert recorded[1] in caplog.text  # another template only warns
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(ValueError, match=recorded[0]):
+        check_tokenizer(config, tokenizer)

@@ -134,6 +134,11 @@ def _layer_reason(layer: Any) -> str | None:
     return "which this package does not know"
 
 
+def has_fixed_room(cache: Cache) -> bool:
+    """Whether the cache was allocated for a length: for the text's usually, so that no tree fits behind its end."""
+    return any(isinstance(layer, StaticLayer) for layer in cache.layers)
+
+
 def prepare(cache: Cache) -> None:
     """
     Ask the cache to keep what a rejected tree would have evicted; call it after the prefill, so that the prompt is

@@ -115,6 +115,11 @@ class TokenEmitter:
             self._streamer.put(chosen.cpu())
         return token
 
+    def end_round(self, accepted: int) -> None:
+        """Tell a streamer that asks (by having `end_round`) that the last tokens were `accepted` drafts and one more."""
+        if self._streamer is not None and hasattr(self._streamer, "end_round"):
+            self._streamer.end_round(accepted)
+
     def finish(self) -> None:
         if self._streamer is not None:
             self._streamer.end()

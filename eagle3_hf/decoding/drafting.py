@@ -78,9 +78,12 @@ class NoiseRanking:
 
     def __call__(self, logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = logits.float().flatten(0, -2)
+        # Some warpers raise on NaN, which is the text's business and not the draft's: such a row is only pruned.
+        broken = ~rows.amax(-1, keepdim=True).isfinite()
+        rows = rows.masked_fill(broken, 0.0)
         for warper in self._warpers:
             rows = warper(None, rows)
-        log_probs = rows.log_softmax(-1).view(logits.shape)
+        log_probs = rows.log_softmax(-1).masked_fill(broken, -torch.inf).view(logits.shape)
         if not self._use_noise:
             return log_probs, log_probs
         race = self._noise.peek(level).to(logits.device)[:, self._draft_ids]
@@ -164,8 +167,9 @@ class TreeGrower:
         """Of each row (B, R, H): tokens, rank increments and draft log-probabilities (B, R, children)."""
         increments, log_probs = self.ranking(self.draft.compute_logits(hidden, self.borrowed), level)
         best, ids = increments.topk(children, dim=-1)
-        # A NaN logit makes its whole row NaN: that branch is pruned, and no id comes from it.
-        best = best.nan_to_num(nan=-torch.inf)
+        # A NaN logit makes its whole row NaN: that branch is pruned, and no id comes from it. What a cutoff ruled out
+        # stays -inf, so that it is never kept.
+        best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         return self.draft.draft_to_target(ids), best, log_probs.gather(-1, ids)
 
     def _first_level(self, hidden: torch.Tensor, children: int, pool: _Pool) -> _Frontier:

@@ -18,7 +18,7 @@ from .choosing import TokenEmitter, prefix_free_warpers
 from .drafting import TreeSettings
 from .masks import tree_attention
 from .tree import DraftTree
-from .verification import greedy_choices, walk
+from .verification import foreseen, greedy_choices, walk
 
 
 logger = logging.get_logger(__name__)
@@ -38,7 +38,6 @@ class SpeculativeDecoding:
         input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: What `generate`
             hands to a decoding method.
         settings: Size of the tree.
-        use_noise: See [`NoiseRanking`].
     """
 
     def __init__(
@@ -52,13 +51,11 @@ class SpeculativeDecoding:
         streamer,
         model_kwargs: dict[str, Any],
         settings: TreeSettings,
-        use_noise: bool = True,
     ):
         self.target, self.draft = target, draft
         self.config = generation_config
         self.model_kwargs = model_kwargs
         self.settings = settings
-        self.use_noise = use_noise
         self.stats = SpeculationStats()
         returns_dict = generation_config.return_dict_in_generate
         self.hidden_states: tuple | None = () if returns_dict and generation_config.output_hidden_states else None
@@ -77,8 +74,8 @@ class SpeculativeDecoding:
         """Decode; returns what vanilla returns (ids, or the output object with `speculation` attached)."""
         start = perf_counter()
         with FeatureReader(self.target, self.draft.config.target_layer_ids) as reader:
-            features, next_tokens = self._prefill(reader)
             try:
+                features, next_tokens = self._prefill(reader)
                 while not self.tokens.done:
                     features, next_tokens = self._round(reader, features, next_tokens)
             finally:
@@ -113,7 +110,7 @@ class SpeculativeDecoding:
             warpers=self.warpers,
             start_position=int(self.model_kwargs["position_ids"].max()) - features.shape[1],
             pad_token_id=int(next_tokens[0, -1]),
-            use_noise=self.use_noise,
+            use_noise=getattr(self.draft.generation_config, "assistant_known_noise", True),
         )
         self._prefill_seconds = perf_counter() - start
         return features, next_tokens
@@ -123,8 +120,11 @@ class SpeculativeDecoding:
     def _round(self, reader: FeatureReader, features, next_tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft, verify, walk, commit; returns the features of the committed rows and the token after each."""
         start = perf_counter()
-        tree = self._candidate.draft_tree(features, next_tokens, max_depth=self._remaining() - 1)
-        tree_tokens, tree_parents = tree.host()[0]
+        if self._remaining() > 1:
+            # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
+            tree = self._candidate.draft_tree(features, next_tokens, max_depth=self._remaining() - 1).trimmed()
+        else:
+            tree = DraftTree.root_only(next_tokens[:, -1:])
         drafted = perf_counter()
         cache = self.model_kwargs[CACHE_KEY]
         past_length = cache.get_seq_length()
@@ -133,21 +133,41 @@ class SpeculativeDecoding:
         features = reader.take()
         verified = perf_counter()
 
-        path, emitted = [], []
-        for node, token in walk(tree_tokens, tree_parents, self._chooser(outputs)):
-            path.append(node)
-            emitted.append(token)
-            if self.tokens.done:
-                break
-        cache_paths.keep_path(cache, past_length, path, tree.tokens.shape[1])
+        path: list[int] = []
+        try:
+            accepted = self._walk(tree, outputs, path)
+        finally:
+            # Also when a callback raises: a user's cache then holds what it would hold without a draft.
+            cache_paths.keep_path(cache, past_length, path, tree.tokens.shape[1])
         self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=len(emitted)
+            outputs, self.model_kwargs, num_new_tokens=len(path)
         )
         self.stats.draft_seconds += drafted - start
         self.stats.verify_seconds += verified - drafted
-        self.stats.record(len(path) - 1, tree.max_depth, len(emitted))
-        self._watch_acceptance(len(path) - 1)
-        return features[:, path], self.tokens.input_ids[:, -len(emitted) :]
+        # A text that ends at an accepted draft leaves what is below that draft untried.
+        self.stats.record(accepted, accepted if accepted == len(path) else tree.max_depth, len(path))
+        if tree.max_depth:
+            self._watch_acceptance(accepted)
+        self.tokens.end_round(len(path) - 1)
+        return features[:, path], self.tokens.input_ids[:, -len(path) :]
+
+    def _walk(self, tree: DraftTree, outputs, path: list[int]) -> int:
+        """Emit the target's choice at each node of its way through the tree; returns how many drafts were right.
+
+        Args:
+            path: Filled with the visited nodes, one per emitted token.
+        """
+        tokens, parents = tree.host()[0]
+        choose = self._chooser(outputs)
+
+        def visit(node: int) -> int:
+            path.append(node)
+            return choose(node)
+
+        for node, token in walk(tokens, parents, visit):
+            if self.tokens.done:
+                return len(path) - 1 + foreseen(tokens, parents, node, token)
+        return len(path) - 1
 
     def _verify(self, tree: DraftTree, past_length: int):
         """The target's forward over the tree's nodes, each seeing the past and its ancestors."""
@@ -202,7 +222,8 @@ class SpeculativeDecoding:
         if rounds == _TRIAL_ROUNDS and total < _TRIAL_ACCEPTED * rounds:
             logger.warning(
                 f"The draft head had {total} drafts accepted in its first {rounds} rounds. The text is still the "
-                f"target's, but not sooner. Likely causes: wrong target_layer_ids (now {self.draft.config.target_layer_ids}), "
+                f"target's, but not sooner. Likely causes: wrong target_layer_ids (now "
+                f"{self.draft.config.target_layer_ids}), "
                 f"wrong rope_parameters (now {self.draft.config.rope_parameters}), or a head for another target."
             )
 
@@ -238,6 +259,8 @@ def _prompt_rows(features: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor |
     features, next_tokens = features[:, -length:], ids[:, -length:]
     if mask is not None and mask.dim() == 2:
         shown = mask[0, -length:].bool()
+        if not bool(shown.any()):
+            shown[-1] = True  # the text goes on even from a prompt that is all padding
         if not bool(shown.all()):
             following = torch.cat([shown[1:], shown.new_ones(1)])
             features, next_tokens = features[:, shown.to(features.device)], next_tokens[:, following]

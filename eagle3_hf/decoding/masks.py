@@ -18,7 +18,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 MaskFunction = Callable[..., torch.Tensor]
 
-_INTERFACES = ("sdpa", "eager", "flex_attention")
+# The attention implementations that take any mask.
+INTERFACES = ("sdpa", "eager", "flex_attention")
 
 
 class ActiveTree:
@@ -145,7 +146,7 @@ _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 def install() -> None:
     """Wrap the mask interfaces of transformers. Where our wrapper is already on top, nothing changes."""
     mapping: dict[str, Any] = AttentionMaskInterface._global_mapping
-    for name in _INTERFACES:
+    for name in INTERFACES:
         original = mapping.get(name)
         if original is not None and (name not in _installed or _installed[name][1] is not original):
             mapping[name] = _wrap(original)

@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..modeling_eagle3 import Eagle3DraftModel
 from . import masks
-from .cache import supported
+from .cache import has_fixed_room, supported
 from .candidate import tree_settings
 from .drafting import TreeSettings
 from .loop import CACHE_KEY, SpeculativeDecoding
@@ -23,11 +23,13 @@ from .loop import CACHE_KEY, SpeculativeDecoding
 
 _DEFAULT_NUM_ASSISTANT_TOKENS = 20  # transformers fills it in; it cannot be told from a value that the user set
 
-# Generation-config fields that steer other kinds of assistants: refused unless at the value transformers fills in.
+# Generation-config fields that steer other ways of decoding: refused unless at the value transformers fills in.
 _MEANINGLESS: dict[str, Any] = {
     "assistant_ensemble_weight": None,
     "assistant_early_exit": None,
     "prompt_lookup_num_tokens": None,
+    "max_matching_ngram_size": None,
+    "dola_layers": None,  # another mode, which transformers drops beside an assistant
     "use_mtp": None,
     "speculation_type": None,
     "assistant_confidence_threshold": 0.4,
@@ -52,7 +54,7 @@ def as_draft(assistant: Any) -> Eagle3DraftModel | None:
         if hasattr(assistant, "get_base_model"):
             assistant = assistant.get_base_model()
         else:
-            assistant = getattr(assistant, "_orig_mod", None) or getattr(assistant, "module", None)
+            assistant = getattr(assistant, "_orig_mod", getattr(assistant, "module", None))
     return None
 
 
@@ -62,11 +64,18 @@ def enable() -> None:
     masks.install()
     for name, make in _WRAPPERS.items():
         original = getattr(GenerationMixin, name, None)
-        if original is not None and (name not in _wrapped or _wrapped[name][1] is not original):
+        if original is not None and not (name in _wrapped and _leads_to(original, _wrapped[name][1])):
             wrapper = functools.wraps(original)(make(original))
             setattr(GenerationMixin, name, wrapper)
             _wrapped[name] = (original, wrapper)
     _enabled = True
+
+
+def _leads_to(method: Callable, wrapper: Callable) -> bool:
+    """Whether `wrapper` is `method` or is below the wrappers that others have put on it since."""
+    while method is not wrapper and hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method is wrapper
 
 
 def disable() -> None:
@@ -150,15 +159,28 @@ def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, 
     """
     draft._require_vocabulary("generate")
     draft.check_target(target)
+    _check_target_class(target)
+    _check_mode(target, mode, config)
+    _check_options(config, mode_kwargs)
+    _call_settings(draft, config)
+
+
+def _check_mode(target, mode, config: GenerationConfig) -> None:
     if config.num_beams and config.num_beams > 1:
         raise ValueError(f"num_beams={config.num_beams} with a draft head is not supported: use num_beams=1")
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(f"generation mode {mode} with a draft head is not supported: use greedy decoding or sampling")
+    modes = getattr(target, "_supported_generation_modes", None)
+    if modes is not None and mode not in modes:
+        raise ValueError(f"{type(target).__name__} only supports {modes}: generate without assistant_model")
     if config.num_return_sequences and config.num_return_sequences > 1:
         raise ValueError(
             f"num_return_sequences={config.num_return_sequences} with a draft head is not supported yet: call "
             "generate once per sequence"
         )
+
+
+def _check_options(config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     if config.use_cache is False:
         raise ValueError("use_cache=False with a draft head is not supported: verification needs the cache")
     for name, default in _MEANINGLESS.items():
@@ -176,21 +198,35 @@ def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, 
             f"cache_implementation={config.cache_implementation!r} with a draft head is not supported yet: use the "
             "default"
         )
-    _call_settings(draft, config)
-    _check_target_class(target)
 
 
 def _check_target_class(target) -> None:
-    text_config = target.config.get_text_config()
+    text_config, name = target.config.get_text_config(), type(target).__name__
     if text_config.model_type in _SLOT_BOUND_MODELS or getattr(text_config, "alibi", False):
         raise ValueError(
-            f"{type(target).__name__} takes positions from cache slots (ALiBi or slot windows), so it cannot verify a "
-            "draft tree: generate without assistant_model"
+            f"{name} takes positions from cache slots (ALiBi or slot windows), so it cannot verify a draft tree: "
+            "generate without assistant_model"
         )
     if getattr(target, "_is_stateful", False):
         raise ValueError(
-            f"{type(target).__name__} has recurrent state, which cannot follow several branches: generate without "
-            "assistant_model"
+            f"{name} has recurrent state, which cannot follow several branches: generate without assistant_model"
+        )
+    attention = text_config._attn_implementation
+    if attention not in masks.INTERFACES:
+        raise ValueError(
+            f"{name} runs with attn_implementation={attention!r}, which takes no tree mask: load it with "
+            f"attn_implementation={' or '.join(map(repr, masks.INTERFACES))}"
+        )
+
+
+def _check_cache(cache: Any) -> None:
+    reason = supported(cache)
+    if reason is not None:
+        raise ValueError(f"a draft tree cannot be verified on this cache: {reason}")
+    if has_fixed_room(cache):
+        raise ValueError(
+            f"a {type(cache).__name__} with a draft head is not supported yet: it has room for the text alone and none "
+            "for a tree; use the default cache"
         )
 
 
@@ -210,7 +246,6 @@ def decode(
     streamer=None,
     inputs_tensor=None,
     tokenizer=None,
-    use_noise: bool = True,
     **model_kwargs,
 ):
     """What `generate` calls instead of its own assisted decoding; same arguments, same result.
@@ -221,15 +256,19 @@ def decode(
     rows = max(input_ids.shape[0], (inputs_tensor if inputs_tensor is not None else input_ids).shape[0])
     if rows > 1:
         raise ValueError(f"batch size {rows} with a draft head is not supported yet: generate one prompt at a time")
-    cache = model_kwargs.get(CACHE_KEY)
-    reason = supported(cache)
-    if reason is not None:
-        raise ValueError(f"a draft tree cannot be verified on this cache: {reason}")
+    _check_cache(model_kwargs.get(CACHE_KEY))
     if model_kwargs.get("position_ids") is None:
         raise ValueError(f"{type(target).__name__} takes no position_ids, so it cannot verify a draft tree")
     settings = _call_settings(draft, generation_config)
     run = SpeculativeDecoding(
-        target, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs,
-        settings, use_noise,
-    )  # fmt: skip
+        target,
+        draft,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer,
+        model_kwargs,
+        settings,
+    )
     return run.run()

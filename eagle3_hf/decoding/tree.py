@@ -110,6 +110,15 @@ class DraftTree:
         table = torch.cat((self.num_nodes[:, None], self.tokens, self.parents), dim=1).tolist()
         return [HostTree(row[1 : 1 + row[0]], row[1 + size : 1 + size + row[0]]) for row in table]
 
+    def trimmed(self) -> "DraftTree":
+        """The same trees without the nodes that are padding in every row. Waits for the device."""
+        size = max(len(tree.tokens) for tree in self.host())
+        if size == self.tokens.shape[1]:
+            return self
+        parts = (part[:, :size] for part in (self.tokens, self.parents, self.scores, self.log_probs))
+        tokens, parents, scores, log_probs = parts
+        return DraftTree(tokens, parents, self.num_nodes, scores, log_probs)
+
     def path(self, row: int, node: int) -> list[int]:
         """Node indices from the root to `node` (both included) in batch row `row`."""
         parents = self.host()[row].parents

@@ -38,6 +38,13 @@ def walk(
         node = children.get((node, token))
 
 
+def foreseen(tree_tokens: Sequence[int], tree_parents: Sequence[int], node: int, token: int) -> bool:
+    """Whether a child of `node` carries `token`: the draft was right there, although the walk may have ended."""
+    return any(
+        parent == node and drafted == token for parent, drafted in zip(tree_parents, tree_tokens, strict=True)
+    )
+
+
 def greedy_choices(logits: torch.Tensor) -> torch.Tensor:
     """The target's greedy choice at every node: `logits` `(B, N, V)` to ids `(B, N)` (first of equals, as vanilla)."""
     return logits.argmax(dim=-1)

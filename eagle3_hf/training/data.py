@@ -283,6 +283,7 @@ class Eagle3DataCollator:
         for name, fill in fills.items():
             if any(name in example for example in examples) or name == "labels":
                 batch[name] = _pad(_column(examples, name, lengths), width, fill)
+        batch["labels"][:, :2] = IGNORE_INDEX  # no row is early enough to learn them, and Trainer counts what is left
         return batch
 
 

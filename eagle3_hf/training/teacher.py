@@ -30,6 +30,10 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`features`, `teacher_logits` (n, D) and `teacher_in_vocab` (n,) for the batch's n supervised pairs."""
+        with torch.autocast(batch["input_ids"].device.type, enabled=False):  # in its own dtype, as when generating
+            return self._teach(batch)
+
+    def _teach(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         rows, positions = supervised_mask(batch["labels"]).nonzero(as_tuple=True)
         taught = rows, positions + 1  # the target's output there predicts the token two ahead of the pair's row
         if "features" in batch:
@@ -55,7 +59,7 @@ class Teacher:
         """(n, D) from the input (n, Ht) of the target's output layer."""
         head = self.target.get_output_embeddings()
         if type(head) is not nn.Linear or not head.weight.is_floating_point() or head.weight.device.type == "meta":
-            return head(hidden)[:, self.draft_ids.to(hidden.device)]
+            return head(hidden.to(self.target.dtype))[:, self.draft_ids.to(hidden.device)]
         if self._head_rows is None:
             ids = self.draft_ids.to(head.weight.device)
             self._head_rows = head.weight[ids], head.bias[ids] if head.bias is not None else None

@@ -54,15 +54,24 @@ class Supervision:
         batch, place = (entry >= 0).nonzero(as_tuple=True)
         return batch, place, entry[batch, place]
 
-    def count(self, step: int) -> torch.Tensor:
-        """() how many pairs a step has when every row runs: those with `u >= step`."""
-        return (self.index[:, step:] >= 0).sum()
+    def taught_later(self, num_steps: int) -> torch.Tensor:
+        """(B, T) bool: rows that have a supervised pair at any step after the first."""
+        windows = nn.functional.pad(self.index >= 0, (0, num_steps - 1)).unfold(1, num_steps - 1, 1)
+        return windows[:, 1 : self.index.shape[1] + 1].any(-1)
 
-    def sample_rows(self, share: float) -> torch.Tensor:
-        """(B, R) random rows, ascending, those with a supervised second step first; R is `share` of T."""
-        taught = nn.functional.pad(self.index[:, 1:], (0, 1), value=-1) >= 0
+    def sample_rows(self, share: float, num_steps: int = 2) -> torch.Tensor:
+        """(B, R) random rows for the steps after the first, ascending; R is `share` of T. Rows taught there first."""
+        taught = self.taught_later(num_steps)
         order = torch.rand(taught.shape, device=taught.device) + taught
         return order.topk(max(1, round(share * taught.shape[1])), dim=1).indices.sort(dim=1).values
+
+    def row_weights(self, num_rows: int, num_steps: int) -> torch.Tensor:
+        """(B,) what a loss counts when `num_rows` rows were sampled: the inverse of a taught row's chance.
+
+        All taught rows of a batch row have the same chance, so the weighted sum over the sampled ones is in
+        expectation the sum over all, at every step.
+        """
+        return (self.taught_later(num_steps).sum(1) / num_rows).clamp(min=1)
 
 
 @dataclass
@@ -99,12 +108,14 @@ def soft_cross_entropy(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Ten
     return _SoftCrossEntropy.apply(logits, teacher)
 
 
-def step_loss(logits: torch.Tensor, entries: torch.Tensor, supervision: Supervision, step: int) -> StepLoss:
-    """Loss and hits of one step from the draft's logits (m, D) of the pairs with these entries (m,)."""
+def step_loss(
+    logits: torch.Tensor, entries: torch.Tensor, supervision: Supervision, weights: torch.Tensor | None = None
+) -> StepLoss:
+    """Loss and hits of one step from the draft's logits (m, D) of the pairs with these entries and weights (m,)."""
     teacher, counted = supervision.teacher[entries], supervision.in_vocab[entries]
-    loss = torch.where(counted, soft_cross_entropy(logits, teacher), 0.0).sum()
+    losses = torch.where(counted, soft_cross_entropy(logits, teacher), 0.0)
     hits = (logits.detach().max(-1).indices == teacher.max(-1).indices) & counted
-    return StepLoss(loss * (supervision.count(step) / max(1, len(entries))), entries, hits)
+    return StepLoss((losses if weights is None else losses * weights).sum(), entries, hits)
 
 
 def weighted_loss(step_losses: list[StepLoss], normalizer: float | torch.Tensor, decay: float = 0.8) -> torch.Tensor:

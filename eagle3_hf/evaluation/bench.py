@@ -1,0 +1,153 @@
+"""How much sooner: plain and assisted decoding in turn on the same prompts, in one process.
+
+Ratios of such pairs hold on a noisy machine where single times do not. Tokens are counted as ids, time includes the
+prefill, and a task's speed-up is its total tokens per total second over the plain run's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from ..acceptance import SpeculationStats
+from .check import Difference, first_difference
+
+
+@dataclass
+class Run:
+    """One `generate` call: its new tokens and its seconds."""
+
+    tokens: list[int]
+    seconds: float
+
+
+@dataclass
+class Comparison:
+    """The same prompt, plain and assisted."""
+
+    plain: Run
+    assisted: Run
+    stats: SpeculationStats
+    difference: Difference | None = None  # greedy only
+
+    @property
+    def equal(self) -> bool:
+        return self.plain.tokens == self.assisted.tokens
+
+
+@dataclass
+class TaskResult:
+    """All comparisons of a task."""
+
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    @property
+    def speedup(self) -> float:
+        return self._rate("assisted") / self._rate("plain")
+
+    @property
+    def tau(self) -> float:
+        rounds = sum(item.stats.rounds for item in self.comparisons)
+        return sum(item.stats.emitted for item in self.comparisons) / max(1, rounds)
+
+    @property
+    def equal(self) -> int:
+        return sum(item.equal for item in self.comparisons)
+
+    @property
+    def overhead(self) -> float:
+        """Share of the decoding time that is neither the draft's nor the target's."""
+        stats = [item.stats for item in self.comparisons]
+        other = sum(item.other_seconds for item in stats)
+        return other / max(1e-9, other + sum(item.draft_seconds + item.verify_seconds for item in stats))
+
+    @property
+    def differences(self) -> list[Difference]:
+        return [item.difference for item in self.comparisons if item.difference is not None]
+
+    def _rate(self, kind: str) -> float:
+        runs = [getattr(item, kind) for item in self.comparisons]
+        return sum(len(run.tokens) for run in runs) / sum(run.seconds for run in runs)
+
+
+def encode(tokenizer, question: str, device) -> dict[str, torch.Tensor]:
+    """A question as a chat's first user turn, with the prompt for the answer."""
+    messages = [{"role": "user", "content": question}]
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def compare(target, draft, inputs: dict[str, torch.Tensor], seed: int = 0, streamer=None, **kwargs) -> Comparison:
+    """Generate plainly and with the draft from the same seed; greedy differences are judged.
+
+    Args:
+        inputs: `input_ids` and `attention_mask` of one prompt.
+        streamer: For the assisted run.
+        kwargs: Of `generate`.
+    """
+    plain, _ = _timed(target, inputs, seed, None, **kwargs)
+    assisted, stats = _timed(target, inputs, seed, draft, streamer=streamer, **kwargs)
+    difference = None
+    if plain.tokens != assisted.tokens and not kwargs.get("do_sample"):
+        scored = target.generate(**inputs, **kwargs, return_dict_in_generate=True, output_scores=True)
+        difference = first_difference(plain.tokens, assisted.tokens, scored.scores, target.dtype)
+    return Comparison(plain, assisted, stats, difference)
+
+
+def _timed(target, inputs, seed: int, draft, **kwargs) -> tuple[Run, SpeculationStats]:
+    torch.manual_seed(seed)
+    start = perf_counter()
+    output = target.generate(**inputs, **({"assistant_model": draft} if draft is not None else {}), **kwargs)
+    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
+    seconds = perf_counter() - start
+    return Run(tokens, seconds), draft.stats if draft is not None else SpeculationStats()
+
+
+class _RoundClock:
+    """A streamer that notes when each step or round ends; it prints nothing."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self._last = perf_counter()
+        if not hasattr(self, "_rounds"):
+            self.times.append(self._last)
+
+    def end_round(self, accepted: int) -> None:
+        self._rounds = True
+        self.times.append(perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def median_seconds(self, rounds: int) -> float:
+        """Median time between the ends of the last `rounds` steps."""
+        gaps = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return median(gaps[-rounds:])
+
+
+def round_cost(
+    target, draft, trees: Sequence[tuple[int, int, int]], context: int = 128, rounds: int = 50
+) -> dict[tuple[int, int, int] | str, float]:
+    """Median seconds of a plain step (`"plain"`) and of one round per tree (nodes, depth, top_k), interleaved.
+
+    Use a head that accepts nothing (a random one), so that contexts stay alike: `context` to `2 * context` tokens.
+    """
+    clocks: dict[tuple[int, int, int] | str, _RoundClock] = {key: _RoundClock() for key in ("plain", *trees)}
+    prompt = torch.randint(5, target.config.get_text_config().vocab_size, (1, context), device=target.device)
+    common = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False}
+    common |= {"eos_token_id": None, "max_new_tokens": rounds + 8}
+    for key, clock in clocks.items():
+        if key == "plain":
+            target.generate(**common, streamer=clock)
+        else:
+            settings = zip(("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k"), key, strict=True)
+            for name, value in settings:
+                setattr(draft.generation_config, name, value)
+            target.generate(**common, streamer=clock, assistant_model=draft)
+    return {key: clock.median_seconds(rounds) for key, clock in clocks.items()}

@@ -1,0 +1,203 @@
+"""Draft heads for the tiny targets whose guesses are good, but not perfect: trees that accept and reject everywhere.
+
+A new head accepts next to nothing, and one trained on a random target learns little that holds for another prompt. So
+the tests' head is told the text that plain `generate` wrote, and at each level it favours the right token sometimes
+above all others, sometimes as one of a few, sometimes not at all; with half a vocabulary, half of the tokens it cannot
+say. Everything else is the real head: its layer, its cache, its growth, its vocabulary.
+
+Besides: `observe` and `assert_same`, for all that a caller of `generate` can see.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from families import VOCAB_SIZE, tiny
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from eagle3_hf import Eagle3DraftModel
+from eagle3_hf.acceptance import SpeculationStats
+from eagle3_hf.decoding.loop import CACHE_KEY
+
+
+LAYERS = 4
+# Share of the levels at which the right token is the favourite, and of the rest at which it is one of the better few.
+FAVOURITE, AMONG_FEW = 0.7, 0.7
+TREES = {"paper": (59, 8, 10), "cpu": (15, 4, 4), "chain": (5, 5, 1)}
+
+
+class ForetellingDraft(Eagle3DraftModel):
+    """A head that is told the continuation (see the module); `foretell` before each call of `generate`."""
+
+    _continuation: Sequence[int] = ()
+    _emitted = 0
+    _level = 0
+
+    def foretell(
+        self, continuation: Sequence[int] | torch.Tensor, seed: int = 0, favourite: float = FAVOURITE
+    ) -> "ForetellingDraft":
+        """Set the text to favour, the first token behind the prompt first. The default generator is left alone.
+
+        Args:
+            favourite: share of the levels at which the right token ranks first; 1.0 foretells everything.
+        """
+        self._continuation = torch.as_tensor(continuation).tolist()
+        self._favourite = favourite
+        self._chance = torch.Generator().manual_seed(seed)
+        self._emitted = self._level = 0
+        return self
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        # Called once a round, with one row per token emitted since; the whole prompt counts as the one token behind it.
+        self._emitted += features.shape[1] if self._emitted else 1
+        self._level = 0
+        return super().fuse(features)
+
+    def compute_logits(self, hidden: torch.Tensor, borrowed: Any = None) -> torch.Tensor:
+        logits = super().compute_logits(hidden, borrowed)
+        place = self._emitted + self._level
+        self._level += 1
+        if place >= len(self._continuation):
+            return logits
+        token = self._continuation[place]
+        at = (self.draft_vocab_ids() == token).nonzero().flatten()
+        fate, rank = torch.rand(2, generator=self._chance).tolist()
+        if fate < self._favourite:
+            logits[..., at] = logits.amax(-1, keepdim=True) + 8.0
+        elif rank < AMONG_FEW:
+            logits[..., at] = logits.topk(2 + int(4 * rank), dim=-1).values[..., -1:]
+        return logits
+
+
+def half_vocabulary() -> list[int]:
+    """Every other token, the pad token included."""
+    return list(range(0, VOCAB_SIZE, 2))
+
+
+@cache
+def target_of(family: str, **overrides) -> PreTrainedModel:
+    """The tiny target of a family, one for the whole session: tests leave it as they found it."""
+    return tiny(family, num_hidden_layers=LAYERS, **overrides)
+
+
+@cache
+def draft_of(family: str, half: bool = True) -> ForetellingDraft:
+    """The foretelling head of `target_of(family)` with half a vocabulary or all of it, one for the whole session."""
+    return new_draft(target_of(family), half)
+
+
+def new_draft(target: PreTrainedModel, half: bool = True, **overrides) -> ForetellingDraft:
+    """A foretelling head, the same weights every time; the generator's state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        vocabulary = half_vocabulary() if half else None
+        return ForetellingDraft.from_target(target, draft_vocab=vocabulary, **overrides).eval()
+
+
+def set_tree(draft: Eagle3DraftModel, tree: str | tuple[int, int, int]) -> Eagle3DraftModel:
+    """Set nodes, depth and children, by numbers or by a name of `TREES`."""
+    nodes, depth, top_k = TREES[tree] if isinstance(tree, str) else tree
+    draft.generation_config.num_assistant_tokens = nodes
+    draft.generation_config.assistant_tree_depth = depth
+    draft.generation_config.assistant_tree_top_k = top_k
+    return draft
+
+
+def total(stats: Sequence[SpeculationStats]) -> SpeculationStats:
+    """The sum of several calls' counters."""
+    whole = SpeculationStats(rounds=sum(s.rounds for s in stats), emitted=sum(s.emitted for s in stats))
+    for name in ("reached", "accepted"):
+        columns = [getattr(s, name) for s in stats]
+        deepest = max(map(len, columns), default=0)
+        setattr(whole, name, [sum(c[d] for c in columns if d < len(c)) for d in range(deepest)])
+    return whole
+
+
+class Recorder(BaseStreamer):
+    """A streamer that writes down what it gets, and raises at a given call if told to."""
+
+    def __init__(self, raise_at: int | None = None, error: type[BaseException] = ValueError):
+        self.calls: list[Any] = []
+        self._raise_at, self._error = raise_at, error
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append((tuple(value.shape), value.flatten().tolist()))
+        if len(self.calls) == self._raise_at:
+            raise self._error("raised by the streamer")
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@dataclass
+class Observed:
+    """Everything that a caller of `generate` can see of a call."""
+
+    out: Any
+    streamed: list[Any]
+    generator: torch.Tensor
+
+    @property
+    def ids(self) -> list[int]:
+        return self.out.sequences[0].tolist()
+
+
+def observe(target: PreTrainedModel, inputs: Any, seed: int = 0, make: Callable[[], dict] = dict, **kwargs) -> Observed:
+    """One call of `generate` from a seed, with all that it can return.
+
+    Args:
+        inputs: ids, or keyword arguments in their place.
+        make: gives arguments that keep a state, such as processors, new for each call.
+    """
+    streamer = Recorder()
+    inputs = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+    everything = dict.fromkeys(("output_scores", "output_logits", "output_hidden_states"), True)
+    torch.manual_seed(seed)
+    out = target.generate(
+        **{**inputs, "streamer": streamer, "return_dict_in_generate": True, **everything, **make(), **kwargs}
+    )
+    return Observed(out, streamer.calls, torch.get_rng_state())
+
+
+def assert_same(ours: Observed, vanilla: Observed, tolerance: float = 1e-5) -> None:
+    """Nothing that a caller can see tells the two calls apart, up to rounding (relative to the largest value)."""
+    assert ours.ids == vanilla.ids
+    assert ours.streamed == vanilla.streamed
+    assert torch.equal(ours.generator, vanilla.generator), "the generator was left elsewhere"
+    assert list(ours.out.keys()) == list(vanilla.out.keys())
+    assert len(ours.out.to_tuple()) == len(vanilla.out.to_tuple())
+    for name in ("scores", "logits"):
+        mine, theirs = getattr(ours.out, name), getattr(vanilla.out, name)
+        assert (mine is None) == (theirs is None), name
+        assert_close(mine or (), theirs or (), tolerance)
+    mine, theirs = ours.out.hidden_states, vanilla.out.hidden_states
+    assert (mine is None) == (theirs is None)
+    assert len(mine or ()) == len(theirs or ())
+    for my_token, their_token in zip(mine or (), theirs or (), strict=True):
+        assert_close(my_token, their_token, tolerance)
+    assert_same_cache(cache_of(ours.out), cache_of(vanilla.out), tolerance)
+
+
+def cache_of(out: Any) -> Any:
+    return getattr(out, CACHE_KEY)
+
+
+def assert_same_cache(mine: Any, theirs: Any, tolerance: float = 1e-5) -> None:
+    assert mine.get_seq_length() == theirs.get_seq_length()
+    assert [type(layer) for layer in mine.layers] == [type(layer) for layer in theirs.layers]
+    for my_layer, their_layer in zip(mine.layers, theirs.layers, strict=True):
+        assert_close((my_layer.keys, my_layer.values), (their_layer.keys, their_layer.values), tolerance)
+        for name in ("record_past", "cumulative_length", "sliding_window"):
+            assert getattr(my_layer, name, None) == getattr(their_layer, name, None), name
+
+
+def assert_close(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], tolerance: float) -> None:
+    assert len(mine) == len(theirs)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        largest = other[other.isfinite()].abs().max().item()
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * max(1.0, largest))

@@ -1,0 +1,421 @@
+"""What cannot be meant with a draft head is refused by name before the target runs; bad guesses only cost speed."""
+
+import logging
+import re
+
+import pytest
+import torch
+from drafts import draft_of, half_vocabulary, new_draft, set_tree, target_of
+from families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from eagle3_hf import Eagle3DraftConfig, Eagle3DraftModel
+from eagle3_hf.decoding.loop import CACHE_KEY
+
+
+@pytest.fixture
+def refused():
+    """`refused(words, target, **kwargs)`: the call raises these words, and the target's forward never runs."""
+
+    def check(words: str, target=None, draft=None, inputs=None, error=ValueError, **kwargs):
+        target = target_of("llama") if target is None else target
+        draft = draft_of("llama") if draft is None else draft
+        calls = []
+        hooks = [model.register_forward_pre_hook(lambda *args: calls.append(args)) for model in (target, draft)]
+        inputs = {"inputs": prompt(5)} if inputs is None else inputs
+        try:
+            with pytest.raises(error, match=words) as caught:
+                target.generate(**inputs, assistant_model=draft, **{"max_new_tokens": 4, **kwargs})
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert not calls, "a model ran before the refusal"
+        assert "\n" not in str(caught.value), "one line"
+
+    return check
+
+
+# ----- arguments of the call -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams=2"),
+        ({"num_beams": 4, "num_return_sequences": 2}, "num_beams=4"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
+        ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "generation mode"),
+        ({"dola_layers": "low"}, "dola_layers='low'"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"assistant_tokenizer": "anything"}, "assistant_tokenizer"),
+        ({"custom_generate": lambda model, **kwargs: None}, "custom_generate"),
+        ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight=0.5"),
+        ({"assistant_early_exit": 2}, "assistant_early_exit=2"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+        ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}, "prompt_lookup_num_tokens=3"),
+        ({"max_matching_ngram_size": 2}, "max_matching_ngram_size=2"),
+        ({"use_mtp": True}, "use_mtp=True"),
+        ({"speculation_type": "dflash"}, "speculation_type='dflash'"),
+        ({"assistant_confidence_threshold": 0.6}, "assistant_confidence_threshold=0.6"),
+        ({"assistant_confidence_threshold": 0.0}, "assistant_confidence_threshold=0.0"),
+        ({"num_assistant_tokens_schedule": "heuristic"}, "num_assistant_tokens_schedule='heuristic'"),
+        ({"assistant_lookbehind": 5}, "assistant_lookbehind=5"),
+        ({"target_lookbehind": 5}, "target_lookbehind=5"),
+        ({"num_assistant_tokens": "auto"}, "num_assistant_tokens='auto' is not supported yet"),
+        ({"num_assistant_tokens": 0}, "num_assistant_tokens must be an int of at least 1, got 0"),
+        ({"num_assistant_tokens": 3.5}, "num_assistant_tokens must be an int of at least 1, got 3.5"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
+        ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
+    ],
+    ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
+)
+def test_arguments(refused, kwargs, words):
+    refused(re.escape(words), **kwargs)
+
+
+def test_defaults_spelt_out_are_no_reason(refused):
+    target, draft = target_of("llama"), draft_of("llama")
+    vanilla = target.generate(prompt(5), max_new_tokens=4)
+    spelt = {
+        "num_beams": 1, "num_return_sequences": 1, "use_cache": True, "assistant_confidence_threshold": 0.4,
+        "num_assistant_tokens_schedule": "constant", "assistant_lookbehind": 10, "target_lookbehind": 10,
+        "output_attentions": False, "cache_implementation": "dynamic", "num_assistant_tokens": 20,
+    }  # fmt: skip
+    assert torch.equal(target.generate(prompt(5), max_new_tokens=4, assistant_model=draft, **spelt), vanilla)
+
+
+def test_a_batch(refused):
+    refused("batch size 3 with a draft head is not supported yet", inputs={"inputs": prompt(5, rows=3)})
+    embeds = torch.zeros(2, 5, HIDDEN_SIZE)
+    refused("batch size 2", inputs={"inputs_embeds": embeds})
+
+
+def test_tree_settings_saved_with_the_head(refused):
+    draft = new_draft(target_of("llama"))
+    for name in ("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k"):
+        before = getattr(draft.generation_config, name)
+        for value in ("auto", 0, True, None if name != "num_assistant_tokens" else -1):
+            setattr(draft.generation_config, name, value)
+            refused(f"{name}", draft=draft)
+        setattr(draft.generation_config, name, before)
+
+
+def test_a_calls_own_number_of_nodes_overrides_the_heads():
+    target, draft = target_of("llama"), set_tree(draft_of("llama", half=False), "paper")
+    sizes = []
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for kwargs, size in (({}, 60), ({"num_assistant_tokens": 7}, 8), ({"num_assistant_tokens": 20}, 60)):
+        sizes.clear()
+        target.generate(prompt(5), max_new_tokens=40, assistant_model=draft.foretell([]), **kwargs)
+        assert sizes[1] == size
+    handle.remove()
+
+
+# ----- caches ----------------------------------------------------------------------------------------------------------
+
+
+def test_static_caches_of_the_user(refused):
+    for family in ("llama", "gemma3"):
+        target = target_of(family)
+        cache = StaticCache(config=target.config, max_cache_len=64)
+        refused("StaticCache|StaticSlidingWindowLayer", target, draft_of(family), **{CACHE_KEY: cache})
+
+
+def test_caches_that_forget(refused):
+    class QuantizedLayer(type(DynamicCache(config=target_of("llama").config).layers[0])):
+        """Stands for the layers of transformers that need another package."""
+
+    cache = DynamicCache(config=target_of("llama").config)
+    cache.layers[1] = QuantizedLayer()
+    refused("cache layer 1 is a QuantizedLayer, whose stored entries cannot be rolled back", **{CACHE_KEY: cache})
+
+
+# ----- targets ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_encoder_decoder_target(refused):
+    config = T5Config(
+        vocab_size=VOCAB_SIZE, d_model=HIDDEN_SIZE, d_kv=16, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    refused("encoder-decoder", T5ForConditionalGeneration(config).eval())
+
+
+def other_target(model_type: str, **fields):
+    """A causal LM of another family, of the width and the vocabulary of the tiny ones."""
+    common = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "eos_token_id": None, "pad_token_id": 0}
+    with torch.random.fork_rng(devices=[]):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**common, **fields})).eval()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("bloom", {"n_layer": 4, "n_head": 4}),
+        ("mpt", {"d_model": HIDDEN_SIZE, "n_layers": 4, "n_heads": 4}),
+        ("gpt_neo", {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]]}),
+        ("falcon", {"num_hidden_layers": 4, "num_attention_heads": 4, "alibi": True}),
+    ],
+)
+def test_targets_with_positions_from_cache_slots(refused, model_type, fields):
+    refused("positions from cache slots", other_target(model_type, **fields), fitting_draft(4))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("mamba", {"num_hidden_layers": 4, "state_size": 4}),
+        ("lfm2", {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+                  "layer_types": ["conv", "full_attention"] * 2}),
+        ("qwen3_next", {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+                        "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 2,
+                        "num_experts_per_tok": 1, "shared_expert_intermediate_size": 32,
+                        "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+                        "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+    ],
+)  # fmt: skip
+def test_targets_with_recurrent_state(refused, model_type, fields):
+    refused("recurrent state|not a cache|position_ids", other_target(model_type, **fields), fitting_draft(4))
+
+
+def test_an_attention_that_takes_no_mask(refused):
+    target = tiny("llama", num_hidden_layers=4)
+    target.config._attn_implementation = "flash_attention_2"
+    refused("attn_implementation='flash_attention_2', which takes no tree mask", target)
+
+
+def fitting_draft(layers: int) -> Eagle3DraftModel:
+    """A head for any target of the tests' width, vocabulary and so many layers."""
+    return Eagle3DraftModel(head_config(target_num_hidden_layers=layers)).eval()
+
+
+def head_config(**fields) -> Eagle3DraftConfig:
+    common = {
+        "hidden_size": HIDDEN_SIZE, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": VOCAB_SIZE,
+        "target_layer_ids": [1, 2, 3],
+    }  # fmt: skip
+    return Eagle3DraftConfig(**{**common, **fields})
+
+
+# ----- heads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": 32, "target_hidden_size": 96, "own_embeddings": True}, ("width 96", "hidden_size 64")),
+        ({"vocab_size": 400, "draft_vocab_size": 400}, ("400 tokens", "320")),
+        ({"target_num_hidden_layers": 6}, ("6 layers", "has 4")),
+        ({"target_layer_ids": [2, 5, 9]}, ("index 9", "4 layers")),
+    ],
+    ids=["width", "vocabulary", "layers", "layer ids"],
+)
+def test_a_head_for_another_target_names_both_numbers(refused, fields, words):
+    refused(".*".join(words), draft=Eagle3DraftModel(head_config(**fields)).eval())
+
+
+def test_a_head_whose_vocabulary_is_not_known_yet(refused):
+    draft = Eagle3DraftModel.from_target(target_of("llama"), draft_vocab_size=100)
+    refused("only its size (100 of 320) is known".replace("(", r"\(").replace(")", r"\)"), draft=draft)
+
+
+def test_a_head_that_automodel_opened_as_an_ordinary_model(refused, tmp_path):
+    """A published head says it is a llama; opened so, transformers gives a random model and no error."""
+    config = tiny("llama", num_hidden_layers=1).config
+    config.draft_vocab_size = 160
+    lost = AutoModel.from_config(config)
+    lost.save_pretrained(tmp_path)
+    for opened in (lost, AutoModel.from_pretrained(tmp_path)):
+        assert type(opened).__name__ == "LlamaModel"
+        refused("LlamaModel.*opened under the wrong class.*Eagle3DraftModel.from_pretrained", draft=opened)
+
+
+def test_an_ordinary_assistant_is_left_to_transformers(no_deprecated_calls):
+    target = target_of("llama")
+    out = target.generate(prompt(5), max_new_tokens=4, assistant_model=tiny("llama", seed=2, num_hidden_layers=1))
+    assert torch.equal(out, target.generate(prompt(5), max_new_tokens=4))
+    stranger = tiny("llama", num_hidden_layers=1, vocab_size=200)
+    with pytest.raises(ValueError, match="tokenizer"):
+        target.generate(prompt(5), max_new_tokens=4, assistant_model=stranger)
+    # transformers' own assisted loop makes a call that it has deprecated itself.
+    no_deprecated_calls.lines.clear()
+
+
+def test_a_draft_cannot_generate_alone():
+    with pytest.raises(TypeError, match=r"target\.generate\(\.\.\., assistant_model=draft\)"):
+        draft_of("llama").generate(prompt(5))
+
+
+# ----- bad guesses are no error ----------------------------------------------------------------------------------------
+
+
+class Broken(Eagle3DraftModel):
+    """A head whose logits are spoilt at some rows of some levels."""
+
+    value = float("nan")
+    levels: tuple[int, ...] = (0,)
+    rows: slice = slice(None)
+    columns: slice = slice(3, 4)
+    _level = 0
+
+    def fuse(self, features):
+        self._level = 0
+        return super().fuse(features)
+
+    def compute_logits(self, hidden, borrowed=None):
+        logits = super().compute_logits(hidden, borrowed)
+        if self._level in self.levels:
+            logits[:, self.rows, self.columns] = self.value
+        self._level += 1
+        return logits
+
+
+@pytest.fixture(scope="module")
+def broken() -> Broken:
+    return set_tree(Broken.from_target(target_of("llama"), draft_vocab=half_vocabulary()).eval(), (20, 4, 5))
+
+
+WARPED = {"top_k": 30, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize(
+    ("levels", "rows", "columns"),
+    [
+        ((0,), slice(None), slice(3, 4)),
+        ((0,), slice(None), slice(None)),
+        ((1, 2, 3), slice(1, 3), slice(7, 9)),
+        ((0, 1, 2, 3), slice(None), slice(None)),
+    ],
+    ids=["one score of the first level", "the first level", "some branches", "everything"],
+)
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"do_sample": True, "top_k": 0}, {"do_sample": True, "temperature": 0.7, **WARPED}],
+    ids=["greedy", "sampled", "cutoffs"],
+)
+def test_scores_that_are_not_numbers_prune_their_branch(broken, mode, levels, rows, columns, value):
+    broken.value, broken.levels, broken.rows, broken.columns = value, levels, rows, columns
+    target, results = target_of("llama"), []
+    for assistant in (None, broken):
+        torch.manual_seed(0)
+        out = target.generate(prompt(6), max_new_tokens=16, assistant_model=assistant, **mode)
+        results.append((out, torch.get_rng_state()))
+    assert torch.equal(results[1][0], results[0][0])
+    assert torch.equal(results[1][1], results[0][1])
+
+
+def test_a_tree_without_any_guess_is_one_plain_step(broken):
+    broken.value, broken.levels, broken.rows, broken.columns = float("nan"), (0, 1, 2, 3), slice(None), slice(None)
+    target, sizes = target_of("llama"), []
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    target.generate(prompt(6), max_new_tokens=5, assistant_model=broken)
+    handle.remove()
+    assert sizes == [6, 1, 1, 1, 1]
+    assert (broken.stats.tau, broken.stats.reached) == (1.0, [])
+
+
+def test_cutoffs_leave_no_nodes_that_they_rule_out():
+    """With top-k 1 the draft may say one token a level, however many children the tree has room for."""
+    target, draft = target_of("llama"), set_tree(draft_of("llama", half=False), (59, 5, 10))
+    sizes = []
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    target.generate(
+        prompt(6), max_new_tokens=20, assistant_model=draft.foretell([]), do_sample=True, top_k=1, temperature=0.9
+    )
+    handle.remove()
+    assert max(sizes[1:]) == 6
+
+
+def test_what_vanilla_refuses_to_sample_from_is_refused_the_same_way():
+    target, draft = target_of("llama"), draft_of("llama", half=False)
+    text = target.generate(prompt(6), max_new_tokens=12)[0, 6:]
+    for spoilt in (0, 3):
+        states = []
+        for assistant in (None, draft.foretell(text, favourite=1.0)):
+            calls = 0
+
+            def spoil(ids, scores, at=spoilt):
+                nonlocal calls
+                calls += 1
+                return scores * float("nan") if calls == at + 1 else scores
+
+            torch.manual_seed(0)
+            with pytest.raises(RuntimeError, match="probability tensor contains"):
+                target.generate(
+                    prompt(6), max_new_tokens=12, do_sample=True, assistant_model=assistant, logits_processor=[spoil]
+                )
+            states.append(torch.get_rng_state())
+        assert torch.equal(*states)
+
+
+# ----- the warning about a head that is of no use ----------------------------------------------------------------------
+
+
+def low_acceptance_warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "drafts accepted in its first" in record.getMessage()]
+
+
+@pytest.fixture
+def hearing(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("eagle3_hf"), "propagate", True)
+    return caplog
+
+
+def useless() -> Eagle3DraftModel:
+    """Its few words are ones that the target does not say."""
+    target = target_of("llama")
+    said = set(target.generate(prompt(6), max_new_tokens=100)[0].tolist())
+    unsaid = [token for token in range(VOCAB_SIZE) if token not in said]
+    return set_tree(Eagle3DraftModel.from_target(target, draft_vocab=unsaid).eval(), "cpu")
+
+
+def test_low_acceptance_warns_once(hearing):
+    draft, target = useless(), target_of("llama")
+    for _ in range(3):
+        target.generate(prompt(6), max_new_tokens=50, assistant_model=draft)
+    warnings = low_acceptance_warnings(hearing)
+    assert len(warnings) == 1
+    for words in ("0 drafts accepted", "first 64 rounds", "target_layer_ids", "[1, 2, 3]", "rope_parameters"):
+        assert words in warnings[0]
+
+
+def test_rounds_without_a_tree_say_nothing_about_a_head(hearing):
+    draft, target = useless(), target_of("llama")
+    for _ in range(70):
+        target.generate(prompt(2), max_new_tokens=2, assistant_model=draft)
+    assert not low_acceptance_warnings(hearing)
+
+
+def test_a_head_that_helps_is_not_warned_about(hearing):
+    draft, target = set_tree(new_draft(target_of("llama")), "cpu"), target_of("llama")
+    text = target.generate(prompt(6), max_new_tokens=100)
+    for _ in range(3):
+        target.generate(prompt(6), max_new_tokens=100, assistant_model=draft.foretell(text[0, 6:]))
+    assert draft.stats.rounds > 25
+    assert not low_acceptance_warnings(hearing)
+
+
+def test_a_plain_run_warns_about_nothing(hearing):
+    target, draft = target_of("llama"), draft_of("llama")
+    hearing.clear()
+    target.generate(prompt(6), max_new_tokens=20, assistant_model=draft.foretell([]))
+    assert not [record for record in hearing.records if record.levelno >= logging.WARNING]

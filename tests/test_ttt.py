@@ -1,0 +1,396 @@
+"""Training-time test as plain tensors: its attention, its loss, and which pairs of row and step are supervised."""
+
+import pytest
+import torch
+from torch import nn
+
+from eagle3_hf import Eagle3DraftModel
+from eagle3_hf.draft_layers import CachedAttention, DraftCache
+from eagle3_hf.features import FeatureReader
+from eagle3_hf.training.teacher import Teacher
+from eagle3_hf.ttt.attention import TTTAttention, ttt_attention
+from eagle3_hf.ttt.loss import (
+    IGNORE_INDEX,
+    Supervision,
+    soft_cross_entropy,
+    step_loss,
+    supervised_mask,
+    weighted_loss,
+)
+from families import prompt, tiny
+
+
+# ----- attention -----------------------------------------------------------------------------------------------------
+
+
+def slow_attention(query, keys, values, scaling, rows):
+    """One query at a time: the keys of step 0 up to its own row, then its own key of every later step."""
+    batch, heads, num_rows, head_dim = query.shape
+    group = heads // keys[0].shape[1]
+    output = torch.empty(batch, num_rows, heads, head_dim)
+    for b in range(batch):
+        for h in range(heads):
+            for r in range(num_rows):
+                row = int(rows.expand(batch, -1)[b, r])
+                seen = [(keys[0][b, h // group, j], values[0][b, h // group, j]) for j in range(row + 1)]
+                seen += [(k[b, h // group, r], v[b, h // group, r]) for k, v in zip(keys[1:], values[1:], strict=True)]
+                scores = torch.stack([query[b, h, r] @ key * scaling for key, _ in seen])
+                output[b, r, h] = scores.softmax(0) @ torch.stack([value for _, value in seen])
+    return output
+
+
+def attention_inputs(steps: int, heads: int, kv_heads: int, rows: torch.Tensor, length: int = 7, batch: int = 2):
+    generator = torch.Generator().manual_seed(steps)
+    sizes = [length] + [rows.shape[1]] * steps
+
+    def random(heads, length):
+        return torch.randn(batch, heads, length, 8, generator=generator).requires_grad_()
+
+    query = random(heads, rows.shape[1])
+    return query, [random(kv_heads, size) for size in sizes], [random(kv_heads, size) for size in sizes]
+
+
+EVERY_ROW = torch.arange(7)[None]
+SOME_ROWS = torch.tensor([[0, 2, 3, 6], [1, 2, 4, 5]])
+
+
+@pytest.mark.parametrize("rows", [EVERY_ROW, SOME_ROWS], ids=["every row", "some rows"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_attention_equals_the_obvious_loop(steps, heads, kv_heads, rows):
+    query, keys, values = attention_inputs(steps, heads, kv_heads, rows)
+    output = ttt_attention(query, keys, values, 0.3, rows)
+    expected = slow_attention(query, keys, values, 0.3, rows)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+
+    weights = torch.randn_like(expected)
+    leaves = [query, *keys, *values]
+    gradients = torch.autograd.grad((output * weights).sum(), leaves)
+    references = torch.autograd.grad((expected * weights).sum(), leaves)
+    for gradient, reference in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_keeps_apart_layers_and_remembers_steps():
+    rows = EVERY_ROW.expand(2, -1)
+    query, keys, values = attention_inputs(2, 4, 2, rows)
+    first, second = (type("Layer", (), {"layer_idx": i, "scaling": 0.3})() for i in range(2))
+    attend = TTTAttention(rows)
+    for step in range(3):
+        output = attend(first, query, keys[step], values[step])
+        other = attend(second, query, -keys[step], values[step])
+        expected = ttt_attention(query, keys[: step + 1], values[: step + 1], 0.3, rows)
+        torch.testing.assert_close(output, expected)
+        negated = ttt_attention(query, [-key for key in keys[: step + 1]], values[: step + 1], 0.3, rows)
+        torch.testing.assert_close(other, negated)
+
+
+# ----- loss ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_cross_entropy_equals_autograd(dtype):
+    logits = (3 * torch.randn(6, 50)).to(dtype)
+    teacher = (2 * torch.randn(6, 50)).softmax(-1)
+    weights = torch.randn(6)
+
+    mine = logits.clone().requires_grad_()
+    loss = soft_cross_entropy(mine, teacher)
+    (loss * weights).sum().backward()
+
+    reference = logits.float().requires_grad_()
+    expected = nn.functional.cross_entropy(reference, teacher, reduction="none")
+    (expected * weights).sum().backward()
+
+    assert loss.dtype == torch.float32
+    assert mine.grad.dtype == dtype
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    # The loss is computed in float32 either way; only the gradient is rounded to the logits' dtype on its way out.
+    torch.testing.assert_close(
+        mine.grad, reference.grad.to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+    )
+
+
+def test_soft_cross_entropy_bears_logits_that_overflow_exp():
+    logits = torch.tensor([[300.0, -300.0, 0.0]], requires_grad=True)
+    loss = soft_cross_entropy(logits, torch.tensor([[0.5, 0.25, 0.25]]))
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(0.25 * 600 + 0.25 * 300)
+    torch.testing.assert_close(logits.grad, torch.tensor([[0.5, -0.25, -0.25]]))
+
+
+def test_pairs_outside_the_vocabulary_carry_no_loss_but_are_counted():
+    teacher_logits, logits = torch.randn(3, 5), torch.randn(3, 5)
+    logits[1] = teacher_logits[1] = torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0])
+    mask = torch.tensor([[True, True, True]])
+    supervision = Supervision.build(mask, teacher_logits, torch.tensor([True, False, True]))
+    result = step_loss(logits, torch.arange(3), supervision)
+    expected = nn.functional.cross_entropy(logits, teacher_logits.softmax(-1), reduction="none")
+    torch.testing.assert_close(result.loss_sum, expected[0] + expected[2])
+    assert not result.hits[1]  # the draft's first choice is the best draft token, but not what the target says
+    assert len(result.entries) == 3
+
+
+def test_weights_of_the_steps():
+    supervision = Supervision.build(torch.tensor([[True] * 4]), torch.randn(4, 5), torch.ones(4, dtype=torch.bool))
+    steps = [step_loss(torch.randn(4 - s, 5), torch.arange(s, 4), supervision) for s in range(3)]
+    expected = sum(0.5**s * steps[s].loss_sum for s in range(3)) / 8
+    torch.testing.assert_close(weighted_loss(steps, 8, decay=0.5), expected)
+
+
+def test_too_few_teacher_rows_are_refused():
+    with pytest.raises(ValueError, match="2 supervised pairs, but teacher logits for 3"):
+        Supervision.build(torch.tensor([[True, False, True]]), torch.randn(3, 4), torch.ones(3, dtype=torch.bool))
+
+
+# ----- which pairs ---------------------------------------------------------------------------------------------------
+
+
+def labels_of(length: int, answers: list[tuple[int, int]]) -> torch.Tensor:
+    """(1, T): an answer at a..b has the learnt tokens a+1..b."""
+    labels = torch.full((1, length), IGNORE_INDEX)
+    for a, b in answers:
+        labels[0, a + 1 : b + 1] = torch.arange(a + 1, b + 1)
+    return labels
+
+
+def supervision_of(labels: torch.Tensor) -> Supervision:
+    mask = supervised_mask(labels)
+    count = int(mask.sum())
+    return Supervision.build(mask, torch.randn(count, 5), torch.ones(count, dtype=torch.bool))
+
+
+def pairs_of(supervision: Supervision, rows: torch.Tensor, step: int) -> list[tuple[int, int]]:
+    """(batch row, row t) of every pair of a step."""
+    batch, place, _ = supervision.pairs(rows, step)
+    return [(int(b), int(rows[b, p])) for b, p in zip(batch, place, strict=True)]
+
+
+def test_pairs_of_the_worked_example():
+    """A prompt at 0-3 and its answer at 4-6."""
+    supervision = supervision_of(labels_of(7, [(4, 6)]))
+    rows = torch.arange(7)[None]
+    assert pairs_of(supervision, rows, 0) == [(0, 3), (0, 4)]
+    assert pairs_of(supervision, rows, 1) == [(0, 2), (0, 3)]
+    assert pairs_of(supervision, rows, 4) == [(0, 0)]
+    assert pairs_of(supervision, rows, 5) == []
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [[(4, 6)], [(3, 3)], [(2, 9)], [(3, 5), (9, 13)], [(1, 2), (4, 4), (6, 13)]],
+    ids=lambda answers: " ".join(f"{a}-{b}" for a, b in answers),
+)
+def test_every_steps_pairs_are_those_of_the_rule(answers):
+    """All (t, s) with a-1 <= t+s <= b-2, whose targets are x[a+1]..x[b], for every answer."""
+    labels = labels_of(14, answers)
+    supervision = supervision_of(labels)
+    rows = torch.arange(14)[None]
+    taught = supervised_mask(labels)[0].nonzero()[:, 0]
+    for step in range(7):
+        expected = [t for t in range(14) if any(a - 1 <= t + step <= b - 2 for a, b in answers)]
+        batch, place, entries = supervision.pairs(rows, step)
+        assert place.tolist() == expected
+        assert batch.tolist() == [0] * len(expected)
+        assert taught[entries].tolist() == [t + step for t in expected]  # the entry is the one of u = t + s
+
+
+def test_entries_of_a_batch_are_numbered_row_by_row():
+    labels = torch.cat([labels_of(8, [(2, 4)]), labels_of(8, []), labels_of(8, [(1, 2), (4, 7)])])
+    supervision = supervision_of(labels)
+    rows = torch.arange(8).expand(3, -1)
+    assert pairs_of(supervision, rows, 0) == [(0, 1), (0, 2), (2, 0), (2, 3), (2, 4), (2, 5)]
+    assert supervision.pairs(rows, 0)[2].tolist() == [0, 1, 2, 3, 4, 5]
+    assert pairs_of(supervision, rows, 2) == [(0, 0), (2, 1), (2, 2), (2, 3)]
+    assert supervision.pairs(rows, 2)[2].tolist() == [1, 3, 4, 5]
+
+
+def test_pairs_of_some_rows_only():
+    supervision = supervision_of(labels_of(14, [(3, 5), (9, 13)]))
+    rows = torch.tensor([[1, 3, 8, 10, 13]])
+    everything = torch.arange(14)[None]
+    for step in range(5):
+        kept = [pair for pair in pairs_of(supervision, everything, step) if pair[1] in rows[0].tolist()]
+        assert pairs_of(supervision, rows, step) == kept
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.05, 1), (0.3, 4), (0.5, 7), (1.0, 14)])
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_sampled_rows(share, count, num_steps):
+    answers = [[(3, 5), (9, 13)], [(5, 6)]]
+    supervision = supervision_of(torch.cat([labels_of(14, spans) for spans in answers]))
+    rows = supervision.sample_rows(share, num_steps)
+    assert rows.shape == (2, count)
+    assert (rows[:, 1:] > rows[:, :-1]).all()  # ascending and distinct
+    assert (rows >= 0).all()
+    assert (rows < 14).all()
+    weights = supervision.row_weights(count, num_steps)
+    for b, spans in enumerate(answers):
+        useful = {
+            u - step for a, end in spans for u in range(a - 1, end - 1) for step in range(1, num_steps) if u >= step
+        }
+        assert len(set(rows[b].tolist()) & useful) == min(count, len(useful))  # rows that learn something come first
+        assert float(weights[b]) == pytest.approx(max(1.0, len(useful) / count))
+
+
+def test_sampled_rows_differ_from_draw_to_draw():
+    supervision = supervision_of(labels_of(64, [(3, 63)]))
+    draws = {tuple(supervision.sample_rows(0.3)[0].tolist()) for _ in range(5)}
+    assert len(draws) == 5
+
+
+# ----- the unroll of a real head -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny("llama", num_hidden_layers=4)
+
+
+@pytest.fixture
+def draft(target) -> Eagle3DraftModel:
+    return Eagle3DraftModel.from_target(target, draft_vocab=torch.arange(0, 320, 2))
+
+
+def batch_of(lengths: list[int], width: int, answers: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
+    ids = torch.stack([nn.functional.pad(prompt(n, seed=n)[0], (0, width - n)) for n in lengths])
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    for row, spans in enumerate(answers):
+        for a, b in spans:
+            labels[row, a + 1 : b + 1] = ids[row, a + 1 : b + 1]
+    mask = torch.tensor([[1] * n + [0] * (width - n) for n in lengths])
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def run(draft, target, batch, steps: int = 4, **kwargs):
+    """Output of the training forward and the gradient of every parameter."""
+    taught = Teacher(target, draft.config.target_layer_ids, draft.draft_vocab_ids())(batch)
+    draft.zero_grad(set_to_none=True)
+    output = draft(batch["input_ids"], labels=batch["labels"], ttt_steps=steps, **taught, **kwargs)
+    output.loss.backward()
+    return output, {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}
+
+
+def assert_same_gradients(left: dict, right: dict, tolerance: float = 1e-5) -> None:
+    for name in left:
+        torch.testing.assert_close(
+            left[name], right[name], rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_padding_on_the_right_changes_nothing(draft, target):
+    """A padded batch has the losses and gradients of its rows alone, up to the order of additions."""
+    lengths, answers = [9, 14, 11], [[(4, 8)], [(2, 5), (8, 13)], [(6, 10)]]
+    together, gradients = run(draft, target, batch_of(lengths, 20, answers), num_items_in_batch=1)
+    sums, hits, summed = 0, 0, {}
+    for length, spans in zip(lengths, answers, strict=True):
+        alone, grads = run(draft, target, batch_of([length], length, [spans]), num_items_in_batch=1)
+        sums, hits = sums + alone.step_losses, hits + alone.step_hits
+        summed = {name: summed.get(name, 0) + grad for name, grad in grads.items()}
+    torch.testing.assert_close(together.step_losses, sums, rtol=1e-5, atol=1e-5)
+    assert together.step_hits.tolist() == hits.tolist()
+    assert_same_gradients(gradients, summed, tolerance=1e-4)
+
+
+def test_whatever_stands_in_the_padding(draft, target):
+    batch = batch_of([9, 14], 16, [[(4, 8)], [(2, 5)]])
+    expected, gradients = run(draft, target, batch)
+    batch["input_ids"] = torch.where(batch["attention_mask"] == 1, batch["input_ids"], 7)
+    again, grads = run(draft, target, batch)
+    torch.testing.assert_close(again.loss, expected.loss)
+    assert_same_gradients(gradients, grads)
+
+
+def test_nothing_supervised_is_a_loss_of_zero_and_finite_gradients(draft, target):
+    output, gradients = run(draft, target, batch_of([9, 12], 12, [[], []]))
+    assert output.loss.item() == 0.0
+    assert output.step_counts.tolist() == [0] * 4
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients.values())
+
+
+def test_answers_shorter_than_the_unroll(draft, target):
+    """A prompt of one token and an answer of two: only step 0 has a row early enough."""
+    output, gradients = run(draft, target, batch_of([3], 3, [[(1, 2)]]))
+    assert output.step_counts.tolist() == [1, 0, 0, 0]
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_gradient_flows_through_what_is_fed_back(draft, target, monkeypatch):
+    """The loss of the last step alone reaches the outputs of all steps before it."""
+    batch = batch_of([12], 12, [[(4, 11)]])
+    taught = Teacher(target, draft.config.target_layer_ids, draft.draft_vocab_ids())(batch)
+    mask = supervised_mask(batch["labels"])
+    supervision = Supervision.build(mask, taught["teacher_logits"], taught["teacher_in_vocab"])
+    fed: list[torch.Tensor] = []
+
+    def feedback(hidden):
+        hidden.retain_grad()
+        fed.append(hidden)
+        return hidden
+
+    monkeypatch.setattr(draft, "feedback", feedback)
+    steps = draft.training_time_test(batch["input_ids"], taught["features"], supervision, 3)
+    steps[2].loss_sum.backward()
+    _, rows, entries = supervision.pairs(torch.arange(12)[None], 2)
+    rows = rows[taught["teacher_in_vocab"][entries]]
+    assert len(rows) > 2
+    for hidden in fed[:2]:
+        assert (hidden.grad[0, rows].abs().sum(-1) > 0).all()
+
+
+def test_a_share_of_the_rows_estimates_the_loss_of_all(draft, target):
+    """Answers of unequal lengths, behind prompts of unequal lengths, in rows of unequal lengths."""
+    batch = batch_of([32, 20, 9], 32, [[(2, 31)], [(3, 6), (10, 19)], [(4, 8)]])
+    exact, _ = run(draft, target, batch)
+    with torch.no_grad():
+        taught = Teacher(target, draft.config.target_layer_ids, draft.draft_vocab_ids())(batch)
+        draws = [
+            draft(batch["input_ids"], labels=batch["labels"], ttt_steps=4, row_share=0.2, **taught) for _ in range(200)
+        ]
+    assert torch.equal(draws[0].step_losses[:1], exact.step_losses[:1])  # the first step always runs whole
+    assert draws[0].step_counts[1] < exact.step_counts[1]
+    losses = torch.stack([draw.step_losses for draw in draws])
+    error = losses[:, 1:].std(0) / len(draws) ** 0.5
+    assert ((losses[:, 1:].mean(0) - exact.step_losses[1:]).abs() < 3 * error).all()
+    assert (error < 0.03 * exact.step_losses[1:]).all()
+
+
+def test_unroll_equals_drafting_step_by_step(draft, target):
+    """Row t of step s is the cached draft that left the text at row t and was fed the text's tokens since."""
+    ids, steps = prompt(12, seed=3), 4
+    with FeatureReader(target, draft.config.target_layer_ids) as reader, torch.no_grad():
+        target(ids)
+        features = reader.take()
+    embed = draft.borrow().embed
+    logits: dict[tuple[int, int], torch.Tensor] = {}
+    with torch.no_grad():
+        for row in range(12 - steps):
+            cache = DraftCache(draft.config.num_hidden_layers)
+            hidden = draft.run_layers(
+                draft.fuse(features[:, : row + 1]),
+                embed(ids[:, 1 : row + 2]),
+                torch.arange(row + 1)[None],
+                CachedAttention(cache),
+            )[:, -1:]
+            logits[row, 0] = draft.compute_logits(hidden)[0, 0]
+            for step in range(1, steps):
+                token = embed(ids[:, row + 1 + step, None])
+                position = torch.tensor([[row + step]])
+                hidden = draft.run_layers(draft.feedback(hidden), token, position, CachedAttention(cache))
+                logits[row, step] = draft.compute_logits(hidden)[0, 0]
+    # The unroll hands out losses only; with the drafting's own logits as teachers a loss is a known entropy.
+    labels = ids.clone()
+    mask = supervised_mask(labels)
+    for step in range(steps):
+        teacher = torch.zeros(int(mask.sum()), draft.config.draft_vocab_size)
+        for row in range(12 - steps):
+            if row + step < len(teacher):
+                teacher[row + step] = logits[row, step]
+        in_vocab = torch.tensor([0 <= u - step < 12 - steps for u in range(len(teacher))])
+        supervision = Supervision.build(mask, teacher, in_vocab)
+        with torch.no_grad():
+            result = draft.training_time_test(ids, features, supervision, step + 1)[step]
+        probabilities = teacher.softmax(-1)[in_vocab]
+        entropy = -(probabilities * probabilities.log()).sum()
+        assert float(result.loss_sum) == pytest.approx(float(entropy), rel=1e-5)  # cross-entropy = entropy: equal
+        assert int(result.hits.sum()) == int(in_vocab.sum())
