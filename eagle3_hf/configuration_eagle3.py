@@ -5,6 +5,8 @@ are indices into the target's `hidden_states`: 0 is the embedding output, `L` th
 final norm.
 """
 
+from typing import cast
+
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -109,7 +111,7 @@ class Eagle3DraftConfig(PreTrainedConfig):
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.head_dim = head_dim
+        self.head_dim = cast(int, head_dim)  # the default needs sizes that are checked first
         self.hidden_act = hidden_act
         self.max_position_embeddings = max_position_embeddings
         self.initializer_range = initializer_range

@@ -17,7 +17,7 @@ from .configuration_eagle3 import Eagle3DraftConfig
 
 
 # From (module, query, key, value) of one pass, (B, heads, n, hd) each, to the attention output (B, n, heads, hd).
-Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[["Eagle3Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DraftCache:
@@ -71,7 +71,9 @@ class CachedAttention:
         self.cache = cache
         self.visible = visible
 
-    def __call__(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, module: "Eagle3Attention", query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         if self.cache is not None:
             key, value = self.cache.append(module.layer_idx, key, value)
         implementation = module.config._attn_implementation
@@ -95,9 +97,9 @@ class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         if self.inv_freq.dtype != torch.float32 and self.inv_freq.device.type != "meta":
-            fresh = LlamaRotaryEmbedding(self.config)
-            self.inv_freq = fresh.inv_freq.to(self.inv_freq.device)
-            self.original_inv_freq = self.inv_freq.clone()
+            fresh = LlamaRotaryEmbedding(self.config).inv_freq.to(self.inv_freq.device)
+            self.register_buffer("inv_freq", fresh, persistent=False)
+            self.register_buffer("original_inv_freq", fresh.clone(), persistent=False)
         return self
 
 

@@ -22,10 +22,13 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class Borrowed:
-    """What a head lacks and takes from its target for one call: callables, so offloaded or quantised modules work."""
+    """A head's embedding and output layer for one call, its own or its target's.
+
+    Callables, so that offloaded and quantised modules of a target work.
+    """
 
     embed: Callable[[torch.Tensor], torch.Tensor]
-    lm_head: Callable[[torch.Tensor], torch.Tensor] | None
+    lm_head: Callable[[torch.Tensor], torch.Tensor]
 
 
 def call_at_home(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

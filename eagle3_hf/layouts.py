@@ -38,7 +38,7 @@ _FLOAT_DTYPES = ("float32", "float16", "bfloat16", "float64")
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SAFETENSORS_DTYPES |= {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
 # From these the widths are read; what else is missing or left over is named after loading.
-_NEEDED = ("fc.weight", "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight")
+_NEEDED: tuple[str, ...] = ("fc.weight", "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight")
 _NEEDED += ("midlayer.mlp.gate_proj.weight",)
 
 
@@ -197,7 +197,7 @@ def _safeailab(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> di
     for name, size in sizes.items():
         if config.get(name) not in (None, size):
             raise HeadFormatError(f"its config says {name} {config[name]}, but its tensors are made for {size}")
-    copied = ("hidden_act", "max_position_embeddings", "rms_norm_eps", "initializer_range")
+    copied: tuple[str, ...] = ("hidden_act", "max_position_embeddings", "rms_norm_eps", "initializer_range")
     copied += ("pad_token_id", "bos_token_id", "eos_token_id")
     return {
         **{key: config[key] for key in copied if config.get(key) is not None},

@@ -93,6 +93,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         self.rotary_emb = Eagle3RotaryEmbedding(config)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self._has_draft_vocab = False
         self._init_vocabulary_buffers()
         self._target: weakref.ref | None = None
         self.stats: Any = None  # SpeculationStats of the last generate call
@@ -128,10 +129,8 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
 
     def compute_logits(self, hidden: torch.Tensor, borrowed: Borrowed | None = None) -> torch.Tensor:
         """(..., H) before the final norm -> (..., D) over the draft vocabulary."""
-        normed = self.norm(hidden)
-        if self.config.own_lm_head:
-            return self.lm_head(normed)
-        return (borrowed or self.borrow()).lm_head(normed)
+        head = self.lm_head if self.config.own_lm_head else (borrowed or self.borrow()).lm_head
+        return head(self.norm(hidden))
 
     def forward(
         self,
@@ -233,15 +232,16 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         """What this head needs from `target` (default: the bound one) to run, held only by the returned object."""
         if target is None:
             target = self._target() if self._target is not None else None
-        if self.config.own_embeddings and self.config.own_lm_head:
-            return Borrowed(self.embed_tokens, None)
-        if target is None:
+        embeds, head = self.config.own_embeddings, self.config.own_lm_head
+        if target is None and not (embeds and head):
             raise ValueError(
                 "this head borrows its target's embedding, and no target is bound (or it was deleted): call "
                 "draft.bind(target) first and keep the target alive"
             )
-        embed = self.embed_tokens if self.config.own_embeddings else call_at_home(target.get_input_embeddings())
-        return Borrowed(embed, None if self.config.own_lm_head else call_at_home(target.get_output_embeddings()))
+        return Borrowed(
+            self.embed_tokens if embeds else call_at_home(target.get_input_embeddings()),
+            self.lm_head if head else call_at_home(target.get_output_embeddings()),
+        )
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Refuse a target this head was not made for, naming both numbers; settle layer ids the file did not give."""
@@ -344,7 +344,8 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         """
         draft, info = load_head(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
         _complete_tree_settings(draft)
-        return (draft, info) if kwargs.get("output_loading_info") else draft
+        result: Any = (draft, info) if kwargs.get("output_loading_info") else draft
+        return result
 
     def save_pretrained(self, *args, **kwargs):
         """Save under this package's tensor names, whatever names the file had that this head was loaded from."""

@@ -1,5 +1,7 @@
 """Starting a new head from its target: its config, head rows, final norm, and the last block where shapes allow."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -101,7 +103,7 @@ def warm_start_body(draft, target) -> None:
     _copy_block(draft.layers[0], decoder_blocks(target)[-1], config.hidden_size)
 
 
-def _decoder(target) -> nn.Module | None:
+def _decoder(target) -> Any:
     return target.get_decoder() if hasattr(target, "get_decoder") else None
 
 
@@ -120,9 +122,10 @@ def _copy_block(layer: nn.Module, block: nn.Module, width: int) -> None:
 
 def _norm_before_mlp(block: nn.Module) -> nn.Module | None:
     """Sandwich blocks (Gemma 2 and 3) name it otherwise; in blocks without a first norm (OLMo 2) there is none."""
-    if hasattr(block, "pre_feedforward_layernorm"):
-        return block.pre_feedforward_layernorm
-    return getattr(block, "post_attention_layernorm", None) if hasattr(block, "input_layernorm") else None
+    before_mlp = getattr(block, "pre_feedforward_layernorm", None)
+    if before_mlp is None and hasattr(block, "input_layernorm"):
+        before_mlp = getattr(block, "post_attention_layernorm", None)
+    return before_mlp
 
 
 def _copy_gain(mine: nn.Module, norm: nn.Module | None, width: int) -> None:

@@ -14,13 +14,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from families import VOCAB_SIZE, tiny
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.acceptance import SpeculationStats
 from eagle3_hf.decoding.loop import CACHE_KEY
+from families import VOCAB_SIZE, tiny
 
 
 LAYERS = 4
@@ -51,7 +51,7 @@ class ForetellingDraft(Eagle3DraftModel):
         return self
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        # Called once a round, with one row per token emitted since; the whole prompt counts as the one token behind it.
+        # Called once a round, with one row per token emitted since; the prompt counts as the one token behind it.
         self._emitted += features.shape[1] if self._emitted else 1
         self._level = 0
         return super().fuse(features)
@@ -145,7 +145,9 @@ class Observed:
         return self.out.sequences[0].tolist()
 
 
-def observe(target: PreTrainedModel, inputs: Any, seed: int = 0, make: Callable[[], dict] = dict, **kwargs) -> Observed:
+def observe(
+    target: PreTrainedModel, inputs: Any, seed: int = 0, make: Callable[[], dict] = dict, **kwargs
+) -> Observed:
     """One call of `generate` from a seed, with all that it can return.
 
     Args:

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from families import tiny
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.acceptance import SpeculationStats
@@ -12,6 +11,7 @@ from eagle3_hf.evaluation.bench import Comparison, Run, TaskResult, compare, rou
 from eagle3_hf.evaluation.check import first_difference, near_tie_bound
 from eagle3_hf.evaluation.report import print_round_cost, print_tasks
 from eagle3_hf.evaluation.tasks import load_tasks
+from families import tiny
 
 
 def head(target, seed: int = 0) -> Eagle3DraftModel:

@@ -38,12 +38,6 @@ FILES = ["pytorch_model.bin", "model.safetensors"]
 load = Eagle3DraftModel.from_pretrained
 
 
-@pytest.fixture(autouse=True)
-def quiet_reports(monkeypatch):
-    """transformers prints a table of what a damaged file lacks; here only our own errors are of interest."""
-    monkeypatch.setattr("transformers.modeling_utils.log_state_dict_report", lambda *args, **kwargs: None)
-
-
 @pytest.fixture(scope="module")
 def target():
     return tiny("llama", num_hidden_layers=8)

@@ -3,12 +3,14 @@
 import copy
 import gc
 import io
+import json
 import pickle
 import threading
 import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -16,6 +18,7 @@ from drafts import draft_of, set_tree, target_of
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
 from eagle3_hf.draft_layers import CachedAttention, DraftCache
 from eagle3_hf.features import FeatureReader
+from eagle3_hf.ttt.attention import TTTAttention
 from eagle3_hf.ttt.loss import Supervision
 from families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
 from heads import DRAFT_VOCAB, new_head
@@ -90,6 +93,93 @@ def test_cached_rows_equal_one_causal_pass(target, overrides, implementation):
         torch.testing.assert_close(candidate._last[:, 0], whole.hidden_states[:, start - 1], **CLOSE)
     logits = draft.compute_logits(candidate._last[:, 0])
     torch.testing.assert_close(logits, whole.logits[:, start - 1], **CLOSE)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def turned(x: torch.Tensor, frequencies: torch.Tensor, scale: float) -> torch.Tensor:
+    """Rotary positions of (T, heads, hd), halves paired."""
+    angles = torch.arange(x.shape[0])[:, None, None] * frequencies
+    cos, sin, (left, right) = angles.cos() * scale, angles.sin() * scale, x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+def spelled_out(draft, borrowed, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """The logits of one causal pass over one text (T,), from the tensors and the words of the config alone."""
+    config, w = draft.config, draft.state_dict()
+    rotary = draft.rotary_emb.inv_freq, draft.rotary_emb.attention_scaling
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    if config.norm_before_fc:
+        features = rms_norm(features, w["input_norm.weight"])
+    if config.fc_norm:
+        chunks = features.chunk(config.num_captured_layers, dim=-1)
+        features = torch.cat([rms_norm(chunk, w[f"fc_norm.{i}.weight"]) for i, chunk in enumerate(chunks)], dim=-1)
+    hidden, embeds = linear(features, "fc"), borrowed.embed(ids)
+    for i in range(config.num_hidden_layers):
+        name = f"layers.{i}"
+        inputs, residual = rms_norm(hidden, w[f"{name}.input_layernorm.weight"]), hidden
+        if i == 0:
+            normed = rms_norm(hidden, w[f"{name}.hidden_norm.weight"])
+            inputs = torch.cat([rms_norm(embeds, w[f"{name}.input_layernorm.weight"]), normed], dim=-1)
+            residual = normed if config.norm_before_residual else hidden
+        query, key, value = (
+            linear(inputs, f"{name}.self_attn.{part}_proj").unflatten(-1, (-1, config.head_dim)) for part in "qkv"
+        )
+        if config.qk_norm:
+            query = rms_norm(query, w[f"{name}.self_attn.q_norm.weight"])
+            key = rms_norm(key, w[f"{name}.self_attn.k_norm.weight"])
+        group = config.num_attention_heads // config.num_key_value_heads
+        query, key = turned(query, *rotary), turned(key, *rotary)
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", query, key) / config.head_dim**0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        hidden = residual + linear(torch.einsum("hqk,khd->qhd", weights, value).flatten(1), f"{name}.self_attn.o_proj")
+        mlp = rms_norm(hidden, w[f"{name}.post_attention_layernorm.weight"])
+        mlp = nn.functional.silu(linear(mlp, f"{name}.mlp.gate_proj")) * linear(mlp, f"{name}.mlp.up_proj")
+        hidden = hidden + linear(mlp, f"{name}.mlp.down_proj")
+    normed = rms_norm(hidden, w["norm.weight"])
+    return linear(normed, "lm_head") if config.own_lm_head else borrowed.lm_head(normed)
+
+
+@torch.no_grad()
+@variants
+def test_one_pass_is_the_arithmetic_that_the_config_names(target, overrides):
+    draft, ids = head_for(target, **overrides), prompt(10)
+    features = features_of(target, draft, ids)
+    logits = draft(ids, features).logits[0, :-1]  # the last row has no next token
+    expected = spelled_out(draft, draft.borrow(), ids[0, 1:], features[0, :-1])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["base", "nbr_nbfc", "eagle31", "qwen3arch", "two_layers"])
+def test_switches_mean_what_another_library_means(shared, name):
+    """Three steps of training-time test, as the speculators library computed them with its own heads."""
+    folder = shared / "heads" / "speculators-tiny" / name
+    io, config = load_file(folder / "io.safetensors"), json.loads((folder / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    sizes = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    sizes += ["num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_parameters"]
+    switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    fields = {key: layer[key] for key in sizes} | {key: config[key] for key in switches}
+    fields |= {"draft_vocab_size": config["draft_vocab_size"], "qk_norm": layer["model_type"] == "qwen3"}
+    ids = config["eagle_aux_hidden_state_layer_ids"]
+    draft = new_head(**fields, target_layer_ids=ids, own_embeddings=True)
+    draft.load_state_dict(load_file(folder / "model.safetensors"))
+    rows = torch.arange(io["features"].shape[1])[None]
+    attend, hidden = TTTAttention(rows), draft.fuse(io["features"])
+    for step, tokens in enumerate(io["ids_used_per_step"]):
+        embeds = draft.embed_tokens(tokens)
+        output = draft.run_layers(hidden, embeds, io["position_ids_step0"] + step, attend)
+        torch.testing.assert_close(draft.compute_logits(output), io["logits_per_step"][step], rtol=1e-4, atol=3e-5)
+        torch.testing.assert_close(output, io["hidden_prenorm_per_step"][step], rtol=1e-4, atol=3e-5)
+        hidden = draft.feedback(output)
 
 
 @torch.no_grad()

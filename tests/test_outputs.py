@@ -1,10 +1,25 @@
-"""What `generate` returns and whom it calls: values, shapes, caches and callbacks as vanilla's, for every kind of input."""
+"""What `generate` returns and whom it calls: values, shapes, caches and callbacks as vanilla's, for all inputs."""
 
 import re
 from threading import Thread
 
 import pytest
 import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    TextIteratorStreamer,
+    TextStreamer,
+    WatermarkingConfig,
+)
+
 from drafts import (
     assert_same,
     assert_same_cache,
@@ -15,19 +30,8 @@ from drafts import (
     set_tree,
     target_of,
 )
-from families import FAMILIES, VOCAB_SIZE, WINDOW, prompt, tiny
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerFast,
-    TextIteratorStreamer,
-    TextStreamer,
-    WatermarkingConfig,
-)
-
 from eagle3_hf.decoding.loop import CACHE_KEY
+from families import COMMON, FAMILIES, VOCAB_SIZE, WINDOW, prompt, tiny
 
 
 NEW_TOKENS = 24
@@ -52,7 +56,7 @@ def pair(family: str, tree: str = "cpu"):
     return target_of(family), set_tree(draft_of(family, half=False), tree)
 
 
-# ----- what is returned ------------------------------------------------------------------------------------------------
+# ----- what is returned ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -131,7 +135,7 @@ def test_counters_are_of_the_last_call_only():
     assert (draft.stats.rounds, draft.stats.emitted, draft.stats.tau) == (0, 0, 0.0)
 
 
-# ----- the returned cache ----------------------------------------------------------------------------------------------
+# ----- the returned cache --------------------------------------------------------------------------------------------
 
 
 @FOUR
@@ -199,7 +203,7 @@ def test_a_cache_without_a_config_has_full_layers():
     compare(target, draft, prompt(20), make=lambda: {CACHE_KEY: DynamicCache()})
 
 
-# ----- kinds of input --------------------------------------------------------------------------------------------------
+# ----- kinds of input ------------------------------------------------------------------------------------------------
 
 
 @FOUR
@@ -290,10 +294,110 @@ def test_a_prompt_of_one_token_and_an_int32_prompt():
     compare(*pair("llama"), prompt(6).to(torch.int32))
 
 
+def longrope_target():
+    """A Phi-3 whose frequencies change at 40 tokens, where it also runs the whole text again without its cache."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40,
+        "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+    }  # fmt: skip
+    return tiny("phi3", num_hidden_layers=4, original_max_position_embeddings=40, rope_parameters=rope)
+
+
+@MODES
+@pytest.mark.parametrize("length", [15, 37, 39, 40, 41, 42, 60])
+def test_frequencies_that_change_with_the_length(mode, length):
+    """A tree looks ahead of the text; where that would change the target's rotary frequencies there must be none."""
+    target = longrope_target()
+    draft = set_tree(new_draft(target, half=False), (8, 4, 3))
+    compare(target, draft, prompt(length), max_new_tokens=40, **mode)
+
+
+@MODES
+def test_frequencies_that_change_with_every_token(mode):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    target = tiny("llama", num_hidden_layers=4, max_position_embeddings=40, rope_parameters=rope)
+    draft = set_tree(new_draft(target, half=False), (8, 4, 3))
+    compare(target, draft, prompt(15), max_new_tokens=20, **mode)
+    vanilla = target.generate(prompt(25), max_new_tokens=40)
+    assert torch.equal(target.generate(prompt(25), max_new_tokens=40, assistant_model=draft.foretell([])), vanilla)
+
+
+def test_layers_that_skip_the_prompt():
+    """Gemma 4 runs its key-sharing layers over the last prompt token only, unless asked; the head reads them all."""
+    target = causal_lm(
+        "gemma4_text", sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2, hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB_SIZE,
+        global_head_dim=16,
+    )  # fmt: skip
+    draft = set_tree(new_draft(target, half=False), "cpu")
+    vanilla = target.generate(prompt(20), max_new_tokens=NEW_TOKENS)
+    draft.foretell(vanilla[0, 20:])
+    assert torch.equal(target.generate(prompt(20), max_new_tokens=NEW_TOKENS, assistant_model=draft), vanilla)
+    assert draft.stats.mean_accepted > 0.5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+        ("llama4_text", {"attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 64}),
+        ("granite", {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
+        ("gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}),
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 64}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@MODES
+def test_other_families(model_type, fields, mode):
+    target = causal_lm(model_type, **fields)
+    compare(target, set_tree(new_draft(target, half=False), "cpu"), prompt(20), **mode)
+
+
+def causal_lm(model_type: str, **fields):
+    config = AutoConfig.for_model(model_type, **{**COMMON, "num_hidden_layers": 4, **fields})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
+@MODES
+@pytest.mark.parametrize("padding", [0, 3])
+def test_images_and_three_dimensional_positions(mode, padding):
+    text = {**COMMON, "num_hidden_layers": 4}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16,
+        "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    image, start = 300, 302
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image, video_token_id=301, vision_start_token_id=start
+    )
+    torch.manual_seed(0)
+    target = Qwen2_5_VLForConditionalGeneration(config).eval()
+    target.generation_config = GenerationConfig(pad_token_id=0)
+    ids = prompt(20) % 299
+    ids[0, 3:8] = torch.tensor([start, *[image] * 4])
+    ids = torch.cat([torch.zeros(1, padding, dtype=torch.int64), ids], dim=1)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": (torch.arange(20 + padding) >= padding).long()[None],
+        "mm_token_type_ids": (ids == image).long(),
+        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+    compare(target, set_tree(new_draft(target, half=False), "cpu"), inputs, **mode)
+
+
 def test_generation_config_objects():
     target, draft = pair("llama")
     switches = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
-    config = GenerationConfig(max_new_tokens=9, do_sample=True, top_k=12, repetition_penalty=1.2, pad_token_id=0, **switches)
+    config = GenerationConfig(
+        max_new_tokens=9, do_sample=True, top_k=12, repetition_penalty=1.2, pad_token_id=0, **switches
+    )
     before = config.to_dict()
     outs = []
     for assistant in (None, draft.foretell([])):
@@ -311,7 +415,7 @@ def test_sampling_that_the_model_itself_asks_for():
     compare(target, new_draft(target, half=False), prompt(7))
 
 
-# ----- processors and other callbacks ----------------------------------------------------------------------------------
+# ----- processors and other callbacks --------------------------------------------------------------------------------
 
 
 class Remembering(LogitsProcessor):
@@ -359,8 +463,33 @@ class MovesTheGenerator(LogitsProcessor):
         return scores + 0.1 * torch.randn(scores.shape)
 
 
+class ShorterVocabulary(LogitsProcessor):
+    """Cuts the scores off: the draft's later tokens have no noise at all."""
+
+    def __call__(self, input_ids, scores):
+        return scores[:, :100]
+
+
+class ChangingDtype(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores.double() if input_ids.shape[1] % 2 else scores
+
+
+class GeneratesInside(LogitsProcessor):
+    """Runs the same target in the middle, plainly and with another draft."""
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] % 3 == 0:
+            target, draft = target_of("llama"), set_tree(new_draft(target_of("llama")), "cpu").foretell([])
+            first = target.generate(prompt(4), max_new_tokens=6)
+            assert torch.equal(target.generate(prompt(4), max_new_tokens=6, assistant_model=draft), first)
+        return scores
+
+
 @MODES
-@pytest.mark.parametrize("processor", [InPlace, OtherDtype, MovesTheGenerator])
+@pytest.mark.parametrize(
+    "processor", [InPlace, OtherDtype, ChangingDtype, ShorterVocabulary, MovesTheGenerator, GeneratesInside]
+)
 def test_unusual_processors(mode, processor):
     compare(*pair("llama"), prompt(7), make=lambda: {"logits_processor": LogitsProcessorList([processor()])}, **mode)
 

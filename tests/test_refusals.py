@@ -5,8 +5,6 @@ import re
 
 import pytest
 import torch
-from drafts import draft_of, half_vocabulary, new_draft, set_tree, target_of
-from families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -17,8 +15,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from drafts import draft_of, half_vocabulary, new_draft, set_tree, target_of
 from eagle3_hf import Eagle3DraftConfig, Eagle3DraftModel
 from eagle3_hf.decoding.loop import CACHE_KEY
+from families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def refused():
     return check
 
 
-# ----- arguments of the call -------------------------------------------------------------------------------------------
+# ----- arguments of the call -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_calls_own_number_of_nodes_overrides_the_heads():
     handle.remove()
 
 
-# ----- caches ----------------------------------------------------------------------------------------------------------
+# ----- caches --------------------------------------------------------------------------------------------------------
 
 
 def test_static_caches_of_the_user(refused):
@@ -144,12 +144,18 @@ def test_caches_that_forget(refused):
     refused("cache layer 1 is a QuantizedLayer, whose stored entries cannot be rolled back", **{CACHE_KEY: cache})
 
 
-# ----- targets ---------------------------------------------------------------------------------------------------------
+# ----- targets -------------------------------------------------------------------------------------------------------
 
 
 def test_an_encoder_decoder_target(refused):
     config = T5Config(
-        vocab_size=VOCAB_SIZE, d_model=HIDDEN_SIZE, d_kv=16, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
+        vocab_size=VOCAB_SIZE,
+        d_model=HIDDEN_SIZE,
+        d_kv=16,
+        d_ff=64,
+        num_layers=1,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     refused("encoder-decoder", T5ForConditionalGeneration(config).eval())
 
@@ -191,6 +197,16 @@ def test_targets_with_recurrent_state(refused, model_type, fields):
     refused("recurrent state|not a cache|position_ids", other_target(model_type, **fields), fitting_draft(4))
 
 
+def test_a_target_with_several_residual_streams(refused):
+    target = other_target(
+        "gemma3n_text", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=64, vocab_size_per_layer_input=VOCAB_SIZE, hidden_size_per_layer_input=16, laurel_rank=8,
+        num_kv_shared_layers=1, layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    refused("several residual streams", target, fitting_draft(4))
+
+
 def test_an_attention_that_takes_no_mask(refused):
     target = tiny("llama", num_hidden_layers=4)
     target.config._attn_implementation = "flash_attention_2"
@@ -210,7 +226,7 @@ def head_config(**fields) -> Eagle3DraftConfig:
     return Eagle3DraftConfig(**{**common, **fields})
 
 
-# ----- heads -----------------------------------------------------------------------------------------------------------
+# ----- heads ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -259,7 +275,7 @@ def test_a_draft_cannot_generate_alone():
         draft_of("llama").generate(prompt(5))
 
 
-# ----- bad guesses are no error ----------------------------------------------------------------------------------------
+# ----- bad guesses are no error --------------------------------------------------------------------------------------
 
 
 class Broken(Eagle3DraftModel):
@@ -366,7 +382,7 @@ def test_what_vanilla_refuses_to_sample_from_is_refused_the_same_way():
         assert torch.equal(*states)
 
 
-# ----- the warning about a head that is of no use ----------------------------------------------------------------------
+# ----- the warning about a head that is of no use --------------------------------------------------------------------
 
 
 def low_acceptance_warnings(caplog) -> list[str]:

@@ -2,19 +2,20 @@
 
 import functools
 import inspect
+import logging
 import threading
 
 import pytest
 import torch
-from drafts import draft_of, new_draft, set_tree, target_of
-from families import prompt, tiny
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 import eagle3_hf
+from drafts import draft_of, new_draft, set_tree, target_of
 from eagle3_hf.decoding import masks, seam
+from families import prompt, tiny
 
 
 # peft itself reads a name that transformers has renamed.
@@ -45,14 +46,16 @@ def call():
 
     def with_draft(assistant=None, **kwargs):
         draft.foretell(vanilla[0, 7:])
-        out = target.generate(prompt(7), max_new_tokens=12, assistant_model=draft if assistant is None else assistant, **kwargs)
+        out = target.generate(
+            prompt(7), max_new_tokens=12, assistant_model=draft if assistant is None else assistant, **kwargs
+        )
         assert torch.equal(out, vanilla)
         assert draft.stats.mean_accepted > 0.5
 
     return with_draft
 
 
-# ----- on and off ------------------------------------------------------------------------------------------------------
+# ----- on and off ----------------------------------------------------------------------------------------------------
 
 
 def test_enabled_by_import_and_twice_is_once(call):
@@ -104,15 +107,19 @@ def switching():
 
 @pytest.mark.usefixtures("switching")
 def test_enabled_nests_and_survives_exceptions(call):
-    with pytest.raises(RuntimeError), eagle3_hf.enabled(False):
-        with eagle3_hf.enabled():
-            call()
-            with eagle3_hf.enabled(False), pytest.raises((ValueError, TypeError), match=REFUSAL):
+    def nested():
+        with eagle3_hf.enabled(False):
+            with eagle3_hf.enabled():
                 call()
-            call()
-        with pytest.raises((ValueError, TypeError), match=REFUSAL):
-            call()
-        raise RuntimeError
+                with eagle3_hf.enabled(False), pytest.raises((ValueError, TypeError), match=REFUSAL):
+                    call()
+                call()
+            with pytest.raises((ValueError, TypeError), match=REFUSAL):
+                call()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        nested()
     call()
 
 
@@ -127,7 +134,7 @@ def test_a_draft_while_disabled_is_one_clear_error_before_any_forward():
     assert not calls
 
 
-# ----- others who wrap the same methods --------------------------------------------------------------------------------
+# ----- others who wrap the same methods ------------------------------------------------------------------------------
 
 
 def wrap_on_top(monkeypatch, log: list, keeps_trace: bool = True):
@@ -138,7 +145,9 @@ def wrap_on_top(monkeypatch, log: list, keeps_trace: bool = True):
         log.append(type(self).__name__)
         return below(self, *args, **kwargs)
 
-    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", functools.wraps(below)(logged) if keeps_trace else logged)
+    monkeypatch.setattr(
+        GenerationMixin, "_assisted_decoding", functools.wraps(below)(logged) if keeps_trace else logged
+    )
 
 
 def test_somebody_wraps_on_top(call, monkeypatch):
@@ -196,7 +205,7 @@ def test_a_wrapper_that_hides_what_is_below(call, monkeypatch):
     call()
 
 
-# ----- everybody else --------------------------------------------------------------------------------------------------
+# ----- everybody else ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("switching", "stock_assistants")
@@ -248,7 +257,38 @@ def test_models_compile_to_one_graph_after_import(family):
         torch.testing.assert_close(compiled(prompt(20)).logits, target(prompt(20)).logits)
 
 
-# ----- a draft inside something else -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("way", ["model.compile", "forward", "module", "layers"])
+def test_a_compiled_target_runs_its_own_code_beside_a_draft(way, caplog, monkeypatch):
+    """Compiled code asks neither hooks nor masks: it must be left aside, aloud, and be there again afterwards."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    target, compilations = tiny("llama", num_hidden_layers=2), []
+
+    def backend(graph, example_inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    draft = set_tree(new_draft(target, half=False), "cpu")
+    vanilla = target.generate(prompt(6), max_new_tokens=6)
+    if way == "model.compile":
+        target.compile(backend=backend)
+    elif way == "forward":
+        target.forward = torch.compile(target.forward, backend=backend)
+    elif way == "module":
+        target.model = torch.compile(target.model, backend=backend)
+    else:
+        for layer in target.model.layers:
+            layer.compile(backend=backend)
+    draft.foretell(vanilla[0, 6:])
+    assert torch.equal(target.generate(prompt(6), max_new_tokens=6, assistant_model=draft), vanilla)
+    assert draft.stats.mean_accepted > 0.5
+    assert not compilations
+    assert any("runs uncompiled" in record.getMessage() for record in caplog.records) or way != "model.compile"
+    with torch.no_grad():
+        target(prompt(6))
+    assert compilations, "without a draft it is compiled as before"
+
+
+# ----- a draft inside something else ---------------------------------------------------------------------------------
 
 
 class Holder(nn.Module):

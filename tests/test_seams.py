@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from drafts import Recorder, cache_of, target_of
-from families import FAMILIES, prompt, tiny
 from transformers import (
     AttentionInterface,
     DynamicCache,
@@ -27,16 +25,18 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.masking_utils import AttentionMaskInterface
 
+from drafts import Recorder, cache_of, target_of
 from eagle3_hf.decoding import choosing, seam
 from eagle3_hf.decoding.loop import CACHE_KEY
 from eagle3_hf.features import FeatureReader
+from families import FAMILIES, prompt, tiny
 
 
 def parameters(function) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-# ----- generate --------------------------------------------------------------------------------------------------------
+# ----- generate ------------------------------------------------------------------------------------------------------
 
 
 def test_signatures_that_our_wrappers_repeat():
@@ -162,7 +162,7 @@ def test_the_warpers_we_know_by_name_exist_and_look_at_no_ids():
         torch.testing.assert_close(whole, rows)
 
 
-# ----- sampling --------------------------------------------------------------------------------------------------------
+# ----- sampling ------------------------------------------------------------------------------------------------------
 
 
 def test_multinomial_is_an_exponential_race():
@@ -176,7 +176,7 @@ def test_multinomial_is_an_exponential_race():
         assert torch.equal(torch.get_rng_state(), after)
 
 
-# ----- masks, caches, hidden states ------------------------------------------------------------------------------------
+# ----- masks, caches, hidden states ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
@@ -252,7 +252,7 @@ def test_logits_can_be_asked_for_the_last_tokens():
         assert target(prompt(6), logits_to_keep=4).logits.shape == (1, 4, 320)
 
 
-# ----- candidate generators --------------------------------------------------------------------------------------------
+# ----- candidate generators ------------------------------------------------------------------------------------------
 
 
 def test_candidate_generators_are_called_with_these_names():

@@ -9,6 +9,15 @@ from itertools import product
 
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
 from drafts import (
     Recorder,
     assert_same,
@@ -19,18 +28,9 @@ from drafts import (
     set_tree,
     target_of,
 )
-from families import VOCAB_SIZE, prompt
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    DynamicCache,
-    LogitsProcessorList,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-
 from eagle3_hf.decoding import masks
 from eagle3_hf.decoding.loop import CACHE_KEY
+from families import VOCAB_SIZE, prompt
 
 
 PROMPT = prompt(9, 3)
@@ -196,7 +196,7 @@ def test_stop_strings(family, tree, mode, place, across, tokenizer):
     assert len(ours.ids) <= LENGTH + place + 1
 
 
-# ----- something raises ------------------------------------------------------------------------------------------------
+# ----- something raises ----------------------------------------------------------------------------------------------
 
 
 class Raising:

@@ -119,7 +119,6 @@ def test_coverage():
 
 def test_tokenizer_hashes_are_recorded_once_and_checked(caplog):
     from chats import chat_tokenizer
-
     from eagle3_hf import Eagle3DraftConfig
     from eagle3_hf.vocab import check_tokenizer, record_tokenizer
 

@@ -1,6 +1,7 @@
 """`Eagle3Candidate`: target features in, draft tree out; the draft's cache is kept between rounds."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -89,9 +90,9 @@ class Eagle3Candidate(CandidateGenerator):
         root = tokens[:, -1:].to(self._last.device)
         return self._grower.grow(self._last, root, self._cache, self._start + self._cache.length, settings)
 
-    def get_candidates(
-        self, input_ids: torch.LongTensor, model_outputs=None, is_first_iteration=None, n_last_matches=None, **kwargs
-    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+    def get_candidates(  # type: ignore[override]
+        self, input_ids: torch.Tensor, model_outputs=None, is_first_iteration=None, n_last_matches=None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The best drafted chain behind `input_ids` (1, T), for transformers' own loop.
 
         The first call returns `input_ids` unchanged, so that the target prefills and gives features.
@@ -103,7 +104,7 @@ class Eagle3Candidate(CandidateGenerator):
         tree = self._chain().draft_tree(features[:, :new_rows], input_ids[:, -new_rows:])
         return torch.cat([input_ids, tree.tokens[:, 1:].to(input_ids.device)], dim=1), None
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int):
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """The tree's size is fixed for a call."""
 
     def _chain(self) -> "Eagle3Candidate":
@@ -123,6 +124,6 @@ class Eagle3Candidate(CandidateGenerator):
 
 def tree_settings(draft: Eagle3DraftModel, num_assistant_tokens: int | None = None) -> TreeSettings:
     """The draft's own settings, with a call's number of nodes instead of its own when given."""
-    config = draft.generation_config
+    config: Any = draft.generation_config  # the tree's depth and width are fields that transformers does not know
     num_nodes = config.num_assistant_tokens if num_assistant_tokens is None else num_assistant_tokens
     return TreeSettings(num_nodes, config.assistant_tree_depth, config.assistant_tree_top_k)

@@ -104,7 +104,7 @@ class TokenEmitter:
 
     def _sample(self, scores: torch.Tensor) -> torch.Tensor:
         probs = nn.functional.softmax(scores, dim=-1)
-        if self.noise is None:
+        if self.noise is None or not self.noise.fits(probs):
             self.noise = Noise(probs.shape[0], probs.shape[1], probs.device, probs.dtype)
         return self.noise.choose(probs)
 
@@ -116,7 +116,7 @@ class TokenEmitter:
         return token
 
     def end_round(self, accepted: int) -> None:
-        """Tell a streamer that asks (by having `end_round`) that the last tokens were `accepted` drafts and one more."""
+        """Tell a streamer that asks (by having `end_round`): the last tokens were `accepted` drafts and one more."""
         if self._streamer is not None and hasattr(self._streamer, "end_round"):
             self._streamer.end_round(accepted)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from ..draft_layers import CachedAttention, DraftCache
 from ..modeling_eagle3 import Borrowed, Eagle3DraftModel
@@ -75,6 +76,8 @@ class NoiseRanking:
         self._draft_ids = draft_ids
         self._warpers = warpers
         self._use_noise = use_noise
+        # Ids that a processor has cut off the end of the scores: nothing will choose them.
+        self._missing = max(0, int(draft_ids.max()) + 1 - noise.vocab_size)
 
     def __call__(self, logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = logits.float().flatten(0, -2)
@@ -86,7 +89,10 @@ class NoiseRanking:
         log_probs = rows.log_softmax(-1).masked_fill(broken, -torch.inf).view(logits.shape)
         if not self._use_noise:
             return log_probs, log_probs
-        race = self._noise.peek(level).to(logits.device)[:, self._draft_ids]
+        noise = self._noise.peek(level).to(logits.device)
+        if self._missing:
+            noise = nn.functional.pad(noise, (0, self._missing), value=torch.inf)
+        race = noise[:, self._draft_ids]
         return (log_probs - race.log()[:, None]).log_softmax(-1), log_probs
 
 

@@ -1,6 +1,7 @@
 """The decoding loop: draft a tree, verify it in one target pass, walk it by the target's choices, commit the path."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -57,6 +58,9 @@ class SpeculativeDecoding:
         self.model_kwargs = model_kwargs
         self.settings = settings
         self.stats = SpeculationStats()
+        self._rope_limits = _rope_limits(target)
+        # Committed rows that the draft has not been fed yet: their features, and the token after each.
+        self._unfed: list[tuple[torch.Tensor, torch.Tensor]] = []
         returns_dict = generation_config.return_dict_in_generate
         self.hidden_states: tuple | None = () if returns_dict and generation_config.output_hidden_states else None
         self.warpers = prefix_free_warpers(logits_processor)
@@ -73,11 +77,11 @@ class SpeculativeDecoding:
     def run(self):
         """Decode; returns what vanilla returns (ids, or the output object with `speculation` attached)."""
         start = perf_counter()
-        with FeatureReader(self.target, self.draft.config.target_layer_ids) as reader:
+        with _uncompiled(self.target), FeatureReader(self.target, self.draft.config.target_layer_ids) as reader:
             try:
-                features, next_tokens = self._prefill(reader)
+                self._prefill(reader)
                 while not self.tokens.done:
-                    features, next_tokens = self._round(reader, features, next_tokens)
+                    self._round(reader)
             finally:
                 cache_paths.finish(self.model_kwargs[CACHE_KEY])
         self.tokens.finish()
@@ -88,12 +92,13 @@ class SpeculativeDecoding:
 
     # ----- prefill --------------------------------------------------------------------------------------------------
 
-    def _prefill(self, reader: FeatureReader) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the prompt, emit the first token; returns the prompt's features and the token after each of them."""
+    def _prefill(self, reader: FeatureReader) -> None:
+        """Run the prompt and emit the first token."""
         start = perf_counter()
         prompt = self.tokens.input_ids
         mask = self.model_kwargs.get("attention_mask")
-        outputs = self.target._prefill(prompt, self.config, self.model_kwargs)
+        with _every_prompt_token(self.target, self.model_kwargs):
+            outputs = self.target._prefill(prompt, self.config, self.model_kwargs)
         cache = outputs[CACHE_KEY]
         _require_rollback(cache)
         cache_paths.prepare(cache)
@@ -102,35 +107,33 @@ class SpeculativeDecoding:
         self._keep_states(outputs, None)
         self.tokens.emit(outputs.logits[:, -1])
         features, next_tokens = _prompt_rows(features, self.tokens.input_ids, mask)
+        self._unfed.append((features, next_tokens))
+        self._position = int(self.model_kwargs["position_ids"].max())
         self._candidate = Eagle3Candidate(
             self.target,
             self.draft,
             self.settings,
             noise=self.tokens.noise,
             warpers=self.warpers,
-            start_position=int(self.model_kwargs["position_ids"].max()) - features.shape[1],
+            start_position=self._position - features.shape[1],
             pad_token_id=int(next_tokens[0, -1]),
             use_noise=getattr(self.draft.generation_config, "assistant_known_noise", True),
         )
         self._prefill_seconds = perf_counter() - start
-        return features, next_tokens
 
     # ----- rounds ---------------------------------------------------------------------------------------------------
 
-    def _round(self, reader: FeatureReader, features, next_tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft, verify, walk, commit; returns the features of the committed rows and the token after each."""
+    def _round(self, reader: FeatureReader) -> None:
+        """Draft, verify, walk, commit."""
         start = perf_counter()
-        if self._remaining() > 1:
-            # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
-            tree = self._candidate.draft_tree(features, next_tokens, max_depth=self._remaining() - 1).trimmed()
-        else:
-            tree = DraftTree.root_only(next_tokens[:, -1:])
+        tree = self._draft_tree()
         drafted = perf_counter()
         cache = self.model_kwargs[CACHE_KEY]
         past_length = cache.get_seq_length()
         reader.clear()
         outputs = self._verify(tree, past_length)
-        features = reader.take()
+        cache = self._same_or_new_cache(outputs[CACHE_KEY], cache)
+        features = reader.take()[:, -tree.tokens.shape[1] :]
         verified = perf_counter()
 
         path: list[int] = []
@@ -142,6 +145,8 @@ class SpeculativeDecoding:
         self.model_kwargs = self.target._update_model_kwargs_for_generation(
             outputs, self.model_kwargs, num_new_tokens=len(path)
         )
+        self._position += len(path)
+        self._unfed.append((features[:, path], self.tokens.input_ids[:, -len(path) :]))
         self.stats.draft_seconds += drafted - start
         self.stats.verify_seconds += verified - drafted
         # A text that ends at an accepted draft leaves what is below that draft untried.
@@ -149,7 +154,26 @@ class SpeculativeDecoding:
         if tree.max_depth:
             self._watch_acceptance(accepted)
         self.tokens.end_round(len(path) - 1)
-        return features[:, path], self.tokens.input_ids[:, -len(path) :]
+
+    def _draft_tree(self) -> DraftTree:
+        depth = self._depth_left()
+        if depth < 1:
+            return DraftTree.root_only(self.tokens.input_ids[:, -1:])
+        features, next_tokens = self._unfed[0] if len(self._unfed) == 1 else map(_join, zip(*self._unfed, strict=True))
+        self._unfed.clear()
+        # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
+        return self._candidate.draft_tree(features, next_tokens, max_depth=depth).trimmed()
+
+    def _depth_left(self) -> int:
+        """The deepest level that could still be emitted; 0 where a tree would change the target's frequencies."""
+        length = self.tokens.input_ids.shape[1]
+        for limit, constant_behind in self._rope_limits:
+            # Some models count columns (padding too) and some positions, so that both must be clear of the limit.
+            before = max(length, self._position + 1) + self.settings.num_nodes <= limit
+            behind = constant_behind and min(length - 1, self._position) > limit
+            if not before and not behind:
+                return 0
+        return self.config.max_length - length - 1
 
     def _walk(self, tree: DraftTree, outputs, path: list[int]) -> int:
         """Emit the target's choice at each node of its way through the tree; returns how many drafts were right.
@@ -158,7 +182,7 @@ class SpeculativeDecoding:
             path: Filled with the visited nodes, one per emitted token.
         """
         tokens, parents = tree.host()[0]
-        choose = self._chooser(outputs)
+        choose = self._chooser(outputs, tree.tokens.shape[1])
 
         def visit(node: int) -> int:
             path.append(node)
@@ -192,16 +216,26 @@ class SpeculativeDecoding:
             inputs["logits_to_keep"] = num_nodes
         return self.target(**inputs, return_dict=True)
 
-    def _chooser(self, outputs) -> Callable[[int], int]:
+    def _same_or_new_cache(self, used, before):
+        """A model that ran the whole text again (see `_rope_limits`) has filled another cache."""
+        if used is not before:
+            cache_paths.prepare(used)
+            self.model_kwargs[CACHE_KEY] = used
+        return used
+
+    def _chooser(self, outputs, num_nodes: int) -> Callable[[int], int]:
         """From a node to the token that the target puts behind it, emitting it on the way."""
-        logits = outputs.logits
+        logits = outputs.logits[:, -num_nodes:]
+        if num_nodes == 1:
+            # As in plain decoding, whose hidden states are all that the forward gave.
+            return lambda node: self._emit(outputs, None, lambda: self.tokens.emit(logits[:, 0]))
         if self.tokens.is_plain_greedy and logits.device.type != "cpu":
             # One transfer for all nodes instead of one per visited node; on CPU the argmax itself is what costs.
             choices = greedy_choices(logits)[0].tolist()
             return lambda node: self._emit(outputs, node, lambda: self.tokens.emit_token(choices[node]))
         return lambda node: self._emit(outputs, node, lambda: self.tokens.emit(logits[:, node]))
 
-    def _emit(self, outputs, node: int, emit: Callable[[], int]) -> int:
+    def _emit(self, outputs, node: int | None, emit: Callable[[], int]) -> int:
         self._keep_states(outputs, node)
         return emit()
 
@@ -211,9 +245,6 @@ class SpeculativeDecoding:
             states = outputs.hidden_states
             picked = states if node is None else tuple(state[:, node : node + 1] for state in states)
             self.hidden_states += (picked,)
-
-    def _remaining(self) -> int:
-        return self.config.max_length - self.tokens.input_ids.shape[1]
 
     def _watch_acceptance(self, accepted: int) -> None:
         """Warn once about a head whose first rounds accept next to nothing: it runs, but something is wrong."""
@@ -239,6 +270,66 @@ class SpeculativeDecoding:
         )
         output.speculation = self.stats  # an attribute, not a key: the output's keys and to_tuple() stay vanilla's
         return output
+
+
+def _join(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.cat(parts, dim=1)
+
+
+def _rope_limits(target: PreTrainedModel) -> list[tuple[int, bool]]:
+    """Lengths at which the target's rotary frequencies change, and whether they are constant behind that.
+
+    `dynamic` and `longrope` frequencies follow the furthest position of a forward, and the nodes of a tree are
+    positions that plain decoding has not reached: a tree must end before the change. (Phi-3 also runs the whole text
+    again at the change, without its cache.)
+    """
+    text_config = target.config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    limits = []
+    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        kind = parameters.get("rope_type") or ""
+        if kind == "longrope":
+            original = parameters.get("original_max_position_embeddings") or text_config.max_position_embeddings
+            limits.append((original, True))
+        elif "dynamic" in kind:
+            limits.append((text_config.max_position_embeddings, False))
+    return limits
+
+
+@contextmanager
+def _every_prompt_token(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Iterator[None]:
+    """Layers that share keys may skip all prompt tokens but the last (Gemma 4), unless a hidden state is asked for."""
+    asked = model_kwargs.get("output_hidden_states")
+    if asked or not getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
+        yield
+        return
+    model_kwargs["output_hidden_states"] = [1]
+    try:
+        yield
+    finally:
+        del model_kwargs["output_hidden_states"]
+        if asked is not None:
+            model_kwargs["output_hidden_states"] = asked
+
+
+@contextmanager
+def _uncompiled(target: PreTrainedModel) -> Iterator[None]:
+    """Run a compiled target's own code in this block: compiled code asks neither our hooks nor our masks."""
+    compiled = any(
+        module._compiled_call_impl is not None
+        or hasattr(module, "_orig_mod")
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in target.modules()
+    )
+    if not compiled:
+        yield
+        return
+    logger.warning_once(
+        f"{type(target).__name__} is compiled; beside a draft head it runs uncompiled, since a compiled forward can "
+        "neither be read nor be shown a tree. The text is the same."
+    )
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _require_rollback(cache) -> None:

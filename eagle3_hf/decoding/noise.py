@@ -35,6 +35,14 @@ class Noise:
         self._steps: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         self._left_at = self._start()
 
+    @property
+    def vocab_size(self) -> int:
+        return self._shape[1]
+
+    def fits(self, probs: torch.Tensor) -> bool:
+        """Whether `probs` is of the shape and dtype that this noise was made for."""
+        return tuple(probs.shape) == self._shape and probs.dtype == self._dtype
+
     def peek(self, step: int) -> torch.Tensor:
         """
         The noise `e` `(B, V)` of a step to come, 0 being the next one. The real generator does not move; the tensor is
@@ -57,7 +65,7 @@ class Noise:
             `ValueError`: shape or dtype is not the one this noise was made for.
             `RuntimeError`: torch.multinomial's own, for NaN, inf, negative or all-zero probabilities.
         """
-        if tuple(probs.shape) != self._shape or probs.dtype != self._dtype:
+        if not self.fits(probs):
             raise ValueError(
                 f"this noise is for probabilities of shape {self._shape} in {self._dtype}, got {tuple(probs.shape)} "
                 f"in {probs.dtype}; make a new `Noise` for them"

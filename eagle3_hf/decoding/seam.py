@@ -211,6 +211,8 @@ def _check_target_class(target) -> None:
         raise ValueError(
             f"{name} has recurrent state, which cannot follow several branches: generate without assistant_model"
         )
+    if getattr(text_config, "altup_num_inputs", 0):
+        raise ValueError(f"{name} has several residual streams (AltUp), and a head reads one: no head can fit it")
     attention = text_config._attn_implementation
     if attention not in masks.INTERFACES:
         raise ValueError(
@@ -225,8 +227,8 @@ def _check_cache(cache: Any) -> None:
         raise ValueError(f"a draft tree cannot be verified on this cache: {reason}")
     if has_fixed_room(cache):
         raise ValueError(
-            f"a {type(cache).__name__} with a draft head is not supported yet: it has room for the text alone and none "
-            "for a tree; use the default cache"
+            f"a {type(cache).__name__} with a draft head is not supported yet: it has room for the text alone and "
+            "none for a tree; use the default cache"
         )
 
 

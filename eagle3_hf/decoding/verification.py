@@ -40,9 +40,7 @@ def walk(
 
 def foreseen(tree_tokens: Sequence[int], tree_parents: Sequence[int], node: int, token: int) -> bool:
     """Whether a child of `node` carries `token`: the draft was right there, although the walk may have ended."""
-    return any(
-        parent == node and drafted == token for parent, drafted in zip(tree_parents, tree_tokens, strict=True)
-    )
+    return any(parent == node and drafted == token for parent, drafted in zip(tree_parents, tree_tokens, strict=True))
 
 
 def greedy_choices(logits: torch.Tensor) -> torch.Tensor:

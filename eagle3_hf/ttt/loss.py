@@ -120,5 +120,5 @@ def step_loss(
 
 def weighted_loss(step_losses: list[StepLoss], normalizer: float | torch.Tensor, decay: float = 0.8) -> torch.Tensor:
     """sum_s decay^s loss_s / normalizer (paper section 3.2; the reference's weights)."""
-    total = sum(decay**step * item.loss_sum for step, item in enumerate(step_losses))
+    total = torch.stack([decay**step * item.loss_sum for step, item in enumerate(step_losses)]).sum()
     return total / torch.as_tensor(normalizer, device=total.device).clamp(min=1)  # nothing supervised: loss 0, not NaN
