@@ -116,26 +116,27 @@ def _bench(arguments: argparse.Namespace) -> int:
     from eagle3_hf import Eagle3DraftModel
     from eagle3_hf.evaluation import report
 
+    trees = [report.parse_tree(tree) for tree in arguments.tree or []]
+    if arguments.tasks is None and not arguments.round_cost:
+        raise ValueError("name a folder of questions with --tasks, or ask for --round-cost")
     logging.disable_progress_bar()
     dtype = getattr(torch, arguments.dtype)
     target = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
     if arguments.head == "random":
-        ids = torch.randperm(target.get_input_embeddings().num_embeddings)[:8192]
+        ids = torch.randperm(target.config.get_text_config().vocab_size)[:8192]
         draft = Eagle3DraftModel.from_target(target, draft_vocab=ids, dtype=dtype)
         draft.init_weights()
     else:
         draft = Eagle3DraftModel.from_pretrained(arguments.head)
-    trees = [tuple(int(part) for part in tree.split("/")) for tree in arguments.tree or []]
     if arguments.round_cost:
         report.print_round_cost(target, draft, trees or [(59, 8, 10), (15, 4, 4)])
         return 0
-    if arguments.tasks is None:
-        raise ValueError("name a folder of questions with --tasks, or ask for --round-cost")
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     options = {"do_sample": arguments.temperature > 0, "max_new_tokens": arguments.max_new_tokens}
     if arguments.temperature > 0:
         options |= {"temperature": arguments.temperature, "top_k": 0}
-    for tree in trees or [None]:
+    chosen: list[report.Tree | None] = [*trees] or [None]
+    for tree in chosen:
         report.print_tasks(
             target, draft, tokenizer, arguments.tasks, arguments.questions, tree, arguments.ignore_noise, options
         )

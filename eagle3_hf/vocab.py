@@ -177,8 +177,8 @@ def check_tokenizer(config, tokenizer) -> None:
         )
     if config.target_chat_template_hash not in (None, template_hash):
         logger.warning(
-            "The head was trained with a chat template of hash %s, but this tokenizer's has %s: prompts look different "
-            "from those it knows, so it may accept less.",
+            "The head was trained with a chat template of hash %s, but this tokenizer's has %s: prompts look other "
+            "than those it knows, so it may accept less.",
             config.target_chat_template_hash,
             template_hash,
         )

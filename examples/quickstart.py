@@ -92,7 +92,7 @@ def main() -> None:
         )
         total.comparisons.append(result)
         report(result)
-    print(f"All prompts: {total.speedup:.2f}x, tau {total.tau:.2f}, {total.equal} of {len(PROMPTS)} texts equal id by id")
+    print(f"All: {total.speedup:.2f}x, tau {total.tau:.2f}, {total.equal} of {len(PROMPTS)} texts equal id by id")
 
 
 def report(result) -> None:

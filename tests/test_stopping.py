@@ -217,8 +217,8 @@ def raising(kind: str, at: int, error: type[BaseException]) -> dict:
         return {"streamer": Recorder(raise_at=at + 1, error=error)}  # the prompt is its first call
     callback = Raising(at, error, kind == "criterion")
     if kind == "criterion":
-        return {"stopping_criteria": StoppingCriteriaList([callback])}
-    return {"logits_processor": LogitsProcessorList([callback])}
+        return {"streamer": Recorder(), "stopping_criteria": StoppingCriteriaList([callback])}
+    return {"streamer": Recorder(), "logits_processor": LogitsProcessorList([callback])}
 
 
 def surroundings(target, draft) -> list:
@@ -241,9 +241,10 @@ def test_exceptions_leave_no_trace(family, tree, mode, error, kind, at):
     target, draft = target_of(family), set_tree(draft_of(family, half=False), tree)
     text = texts(family, mode)
     before = surroundings(target, draft)
-    caches, states = [], []
+    caches, states, streamed = [], [], []
     for assistant in (None, draft.foretell(text, favourite=1.0)):
         caches.append(DynamicCache(config=target.config))
+        callbacks = raising(kind, at, error)
         torch.manual_seed(0)
         with pytest.raises(error, match="raised by"):
             target.generate(
@@ -252,11 +253,13 @@ def test_exceptions_leave_no_trace(family, tree, mode, error, kind, at):
                 max_new_tokens=16,
                 **{CACHE_KEY: caches[-1]},
                 **mode,
-                **raising(kind, at, error),
+                **callbacks,
             )
+        streamed.append(callbacks["streamer"].calls)
         states.append(torch.get_rng_state())
     assert surroundings(target, draft) == before
     assert torch.equal(*states), "random numbers are used up token by token"
+    assert streamed[1] == streamed[0]
     assert_same_cache(caches[1], caches[0])
     compare(family, tree, mode)
 

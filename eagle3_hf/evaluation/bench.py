@@ -15,6 +15,10 @@ from ..acceptance import SpeculationStats
 from .check import Difference, first_difference
 
 
+# Where a tree (nodes, depth, top_k) is set on a head.
+TREE_FIELDS = ("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k")
+
+
 @dataclass
 class Run:
     """One `generate` call: its new tokens and its seconds."""
@@ -75,9 +79,7 @@ class TaskResult:
 def encode(tokenizer, question: str, device) -> dict[str, torch.Tensor]:
     """A question as a chat's first user turn, with the prompt for the answer."""
     messages = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     return {name: value.to(device) for name, value in inputs.items()}
 
 
@@ -133,21 +135,24 @@ class _RoundClock:
 
 def round_cost(
     target, draft, trees: Sequence[tuple[int, int, int]], context: int = 128, rounds: int = 50
-) -> dict[tuple[int, int, int] | str, float]:
-    """Median seconds of a plain step (`"plain"`) and of one round per tree (nodes, depth, top_k), interleaved.
+) -> tuple[float, list[float]]:
+    """Median seconds of a plain step, and of one round of each tree (nodes, depth, top_k), in one run.
 
     Use a head that accepts nothing (a random one), so that contexts stay alike: `context` to `2 * context` tokens.
     """
-    clocks: dict[tuple[int, int, int] | str, _RoundClock] = {key: _RoundClock() for key in ("plain", *trees)}
     prompt = torch.randint(5, target.config.get_text_config().vocab_size, (1, context), device=target.device)
     common = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False}
     common |= {"eos_token_id": None, "max_new_tokens": rounds + 8}
-    for key, clock in clocks.items():
-        if key == "plain":
-            target.generate(**common, streamer=clock)
-        else:
-            settings = zip(("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k"), key, strict=True)
-            for name, value in settings:
-                setattr(draft.generation_config, name, value)
-            target.generate(**common, streamer=clock, assistant_model=draft)
-    return {key: clock.median_seconds(rounds) for key, clock in clocks.items()}
+
+    def median_gap(**kwargs) -> float:
+        clock = _RoundClock()
+        target.generate(**common, streamer=clock, **kwargs)
+        return clock.median_seconds(rounds)
+
+    plain = median_gap()
+    costs = []
+    for tree in trees:
+        for name, value in zip(TREE_FIELDS, tree, strict=True):
+            setattr(draft.generation_config, name, value)
+        costs.append(median_gap(assistant_model=draft))
+    return plain, costs

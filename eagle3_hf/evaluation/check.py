@@ -19,8 +19,8 @@ class Difference:
         index: First new token that differs.
         plain, assisted: The two tokens.
         margin: How much higher the plain run scored its own.
-        bound: The largest margin that rounding explains: 1e-5 of the greatest |score| in float32, two units in the last
-            place of it in half precision.
+        bound: The largest margin that rounding explains: 1e-5 of the greatest |score| in float32, two units in the
+            last place of it in half precision.
     """
 
     index: int

@@ -6,20 +6,28 @@ import torch
 from tqdm.auto import tqdm
 
 from ..vocab import check_tokenizer
-from .bench import TaskResult, compare, encode, round_cost
+from .bench import TREE_FIELDS, TaskResult, compare, encode, round_cost
 from .tasks import load_tasks
 
 
 Tree = tuple[int, int, int]
 
-TREE_FIELDS = ("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k")
+
+def parse_tree(text: str) -> Tree:
+    """`"15/4/4"` -> (15, 4, 4): drafted nodes, levels, children per node."""
+    parts = text.split("/")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"a tree is three positive numbers, nodes/depth/top_k such as 15/4/4, got {text!r}")
+    nodes, depth, top_k = map(int, parts)
+    return nodes, depth, top_k
 
 
 def set_tree(draft, tree: Tree | None) -> Tree:
     """Set nodes, depth and top_k on the head (kept as they are for `None`); returns what holds now."""
     for name, value in zip(TREE_FIELDS, tree or (), strict=False):
         setattr(draft.generation_config, name, value)
-    return tuple(getattr(draft.generation_config, name) for name in TREE_FIELDS)
+    nodes, depth, top_k = (getattr(draft.generation_config, name) for name in TREE_FIELDS)
+    return nodes, depth, top_k
 
 
 def print_tasks(
@@ -57,9 +65,7 @@ def _print_mean(results: dict[str, TaskResult]) -> None:
 
 def print_round_cost(target, draft, trees: list[Tree]) -> None:
     """Median seconds of a plain step and of a round of each tree, and their ratio."""
-    costs = round_cost(target, draft, trees)
-    plain = costs["plain"]
+    plain, costs = round_cost(target, draft, trees)
     print(f"plain step {plain * 1e3:.1f} ms")
-    for tree in trees:
-        name = "/".join(map(str, tree))
-        print(f"round {name}: {costs[tree] * 1e3:.1f} ms = {costs[tree] / plain:.2f} plain steps")
+    for tree, cost in zip(trees, costs, strict=True):
+        print(f"round {'/'.join(map(str, tree))}: {cost * 1e3:.1f} ms = {cost / plain:.2f} plain steps")
