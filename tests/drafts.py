@@ -24,6 +24,7 @@ from families import VOCAB_SIZE, tiny
 
 
 LAYERS = 4
+NEW_TOKENS = 24
 # Share of the levels at which the right token is the favourite, and of the rest at which it is one of the better few.
 FAVOURITE, AMONG_FEW = 0.7, 0.7
 TREES = {"paper": (59, 8, 10), "cpu": (15, 4, 4), "chain": (5, 5, 1)}
@@ -202,4 +203,20 @@ def assert_close(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], t
         assert one.shape == other.shape
         assert one.dtype == other.dtype
         largest = other[other.isfinite()].abs().max().item()
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * max(1.0, largest))
+        step = max(tolerance, 2 * torch.finfo(other.dtype).eps)
+        torch.testing.assert_close(one, other, rtol=0, atol=step * max(1.0, largest))
+
+
+def compare(target, draft, inputs, make=dict, seed: int = 0, **kwargs):
+    """A call with and without the draft, and the two must look the same; returns the draft's result and vanilla's."""
+    kwargs = {"max_new_tokens": NEW_TOKENS, **kwargs}
+    vanilla = observe(target, inputs, seed, make, **kwargs)
+    told = vanilla.ids[-len(vanilla.streamed[1:-1]) :]
+    ours = observe(target, inputs, seed, make, assistant_model=draft.foretell(told, seed), **kwargs)
+    assert_same(ours, vanilla)
+    assert ours.out.speculation.accepted, "nothing was accepted, so little was tested"
+    return ours, vanilla
+
+
+def pair(family: str, tree: str = "cpu"):
+    return target_of(family), set_tree(draft_of(family, half=False), tree)

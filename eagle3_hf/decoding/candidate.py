@@ -68,7 +68,8 @@ class Eagle3Candidate(CandidateGenerator):
         """
         device = self.draft.fc.weight.device
         tokens = tokens.to(device)
-        hidden = self.draft.fuse(features.to(device))
+        # A row that overflowed must not spoil all that will attend to it: one bad guess, not the rest of the call.
+        hidden = self.draft.fuse(features.to(device)).nan_to_num()
         first = self._start + self._cache.length
         positions = torch.arange(first, first + tokens.shape[1], device=device).expand_as(tokens)
         output = self.draft.run_layers(hidden, self._borrowed.embed(tokens), positions, CachedAttention(self._cache))

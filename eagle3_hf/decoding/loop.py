@@ -229,11 +229,14 @@ class SpeculativeDecoding:
         if num_nodes == 1:
             # As in plain decoding, whose hidden states are all that the forward gave.
             return lambda node: self._emit(outputs, None, lambda: self.tokens.emit(logits[:, 0]))
-        if self.tokens.is_plain_greedy and logits.device.type != "cpu":
-            # One transfer for all nodes instead of one per visited node; on CPU the argmax itself is what costs.
+        if self._chooses_at_once(logits.device):
             choices = greedy_choices(logits)[0].tolist()
             return lambda node: self._emit(outputs, node, lambda: self.tokens.emit_token(choices[node]))
         return lambda node: self._emit(outputs, node, lambda: self.tokens.emit(logits[:, node]))
+
+    def _chooses_at_once(self, device: torch.device) -> bool:
+        """One transfer for all nodes instead of one per visited node; on a CPU the argmax itself is what costs."""
+        return self.tokens.is_plain_greedy and device.type != "cpu"
 
     def _emit(self, outputs, node: int | None, emit: Callable[[], int]) -> int:
         self._keep_states(outputs, node)
@@ -317,8 +320,8 @@ def _uncompiled(target: PreTrainedModel) -> Iterator[None]:
     """Run a compiled target's own code in this block: compiled code asks neither our hooks nor our masks."""
     compiled = any(
         module._compiled_call_impl is not None
-        or hasattr(module, "_orig_mod")
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        or "_orig_mod" in module._modules
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
         for module in target.modules()
     )
     if not compiled:
@@ -351,7 +354,7 @@ def _prompt_rows(features: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor |
     if mask is not None and mask.dim() == 2:
         shown = mask[0, -length:].bool()
         if not bool(shown.any()):
-            shown[-1] = True  # the text goes on even from a prompt that is all padding
+            return features[:, -1:], next_tokens[:, -1:]  # the text goes on even from a prompt that is all padding
         if not bool(shown.all()):
             following = torch.cat([shown[1:], shown.new_ones(1)])
             features, next_tokens = features[:, shown.to(features.device)], next_tokens[:, following]

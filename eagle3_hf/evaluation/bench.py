@@ -95,9 +95,13 @@ def compare(target, draft, inputs: dict[str, torch.Tensor], seed: int = 0, strea
     assisted, stats = _timed(target, inputs, seed, draft, streamer=streamer, **kwargs)
     difference = None
     if plain.tokens != assisted.tokens and not kwargs.get("do_sample"):
-        scored = target.generate(**inputs, **kwargs, return_dict_in_generate=True, output_scores=True)
-        difference = first_difference(plain.tokens, assisted.tokens, scored.scores, target.dtype)
+        difference = first_difference(plain.tokens, assisted.tokens, _scores(target, inputs, **kwargs), target.dtype)
     return Comparison(plain, assisted, stats, difference)
+
+
+def _scores(target, inputs, **kwargs) -> tuple[torch.Tensor, ...]:
+    """The plain run's scores, from running it again."""
+    return target.generate(**inputs, **kwargs, return_dict_in_generate=True, output_scores=True).scores
 
 
 def _timed(target, inputs, seed: int, draft, **kwargs) -> tuple[Run, SpeculationStats]:
@@ -110,49 +114,48 @@ def _timed(target, inputs, seed: int, draft, **kwargs) -> tuple[Run, Speculation
 
 
 class _RoundClock:
-    """A streamer that notes when each step or round ends; it prints nothing."""
+    """A streamer that notes when each plain step, or each round of a draft, ends; it prints nothing."""
 
-    def __init__(self):
-        self.times: list[float] = []
+    def __init__(self, rounds: bool):
+        self._rounds = rounds
+        self._times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self._last = perf_counter()
-        if not hasattr(self, "_rounds"):
-            self.times.append(self._last)
+        if not self._rounds:
+            self._times.append(perf_counter())
 
     def end_round(self, accepted: int) -> None:
-        self._rounds = True
-        self.times.append(perf_counter())
+        self._times.append(perf_counter())
 
     def end(self) -> None:
         pass
 
-    def median_seconds(self, rounds: int) -> float:
-        """Median time between the ends of the last `rounds` steps."""
-        gaps = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-        return median(gaps[-rounds:])
+    def gaps(self, skip: int = 2) -> list[float]:
+        """Seconds of each step or round but the first `skip`, which still warm up."""
+        return [after - before for before, after in zip(self._times, self._times[1:], strict=False)][skip:]
 
 
 def round_cost(
-    target, draft, trees: Sequence[tuple[int, int, int]], context: int = 128, rounds: int = 50
+    target, draft, trees: Sequence[tuple[int, int, int]], context: int = 128, rounds: int = 50, turns: int = 5
 ) -> tuple[float, list[float]]:
     """Median seconds of a plain step, and of one round of each tree (nodes, depth, top_k), in one run.
 
-    Use a head that accepts nothing (a random one), so that contexts stay alike: `context` to `2 * context` tokens.
+    The kinds take turns, so that a machine whose speed drifts is fair to all. Use a head that accepts nothing (a
+    random one), so that contexts stay alike: from `context` tokens on.
     """
     prompt = torch.randint(5, target.config.get_text_config().vocab_size, (1, context), device=target.device)
     common = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False}
-    common |= {"eos_token_id": None, "max_new_tokens": rounds + 8}
-
-    def median_gap(**kwargs) -> float:
-        clock = _RoundClock()
-        target.generate(**common, streamer=clock, **kwargs)
-        return clock.median_seconds(rounds)
-
-    plain = median_gap()
-    costs = []
-    for tree in trees:
-        for name, value in zip(TREE_FIELDS, tree, strict=True):
-            setattr(draft.generation_config, name, value)
-        costs.append(median_gap(assistant_model=draft))
+    common |= {"eos_token_id": None, "max_new_tokens": -(-rounds // turns) + 16}
+    gaps: list[list[float]] = [[] for _ in range(1 + len(trees))]
+    for _ in range(turns):
+        clock = _RoundClock(rounds=False)
+        target.generate(**common, streamer=clock)
+        gaps[0] += clock.gaps()
+        for place, tree in enumerate(trees, start=1):
+            for name, value in zip(TREE_FIELDS, tree, strict=True):
+                setattr(draft.generation_config, name, value)
+            clock = _RoundClock(rounds=True)
+            target.generate(**common, streamer=clock, assistant_model=draft)
+            gaps[place] += clock.gaps()[:-8]  # near the length limit trees get smaller
+    plain, *costs = (median(found) for found in gaps)
     return plain, costs
