@@ -358,7 +358,10 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         return result
 
     def generate(self, *args, **kwargs):
-        raise TypeError("a draft head cannot generate alone: call target.generate(..., assistant_model=draft)")
+        raise TypeError(
+            "a draft head cannot generate alone: call target.generate(..., assistant_model=draft), after "
+            "eagle3_hf.enable() if it was disabled"
+        )
 
     def __deepcopy__(self, memo):
         clone = self.__class__.__new__(self.__class__)

@@ -1,7 +1,8 @@
 """The text is vanilla's, id for id: greedy, and sampled with the same seed, over families, settings and trees.
 
 The one excuse is a near-tie: at the first difference vanilla's own one-token scores of the two candidates are closer
-than rounding can tell apart. Near-ties are counted and printed, and more than one in 100,000 tokens of float32 fails.
+than rounding can tell apart. Near-ties are counted and printed, and more than one in 100,000 float32 tokens of the
+whole suite fails; a single one says nothing about the rate of a smaller suite.
 """
 
 import random
@@ -44,6 +45,15 @@ ROWS = [(setting, tree) for setting in SETTINGS for tree in TREES]
 
 
 @dataclass
+class Tally:
+    tokens: int = 0
+    near_ties: int = 0
+
+
+SUITE = Tally()  # of all float32 tests of this session
+
+
+@dataclass
 class Comparison:
     """What a family's runs came to."""
 
@@ -56,7 +66,9 @@ class Comparison:
             print("near-tie:", line)  # noqa: T201 - shown by pytest -rA, and in the report of a failure
         print(f"{self.tokens} tokens, {len(self.near_ties)} near-ties, {total(self.stats)}")  # noqa: T201
         if dtype == torch.float32:
-            assert len(self.near_ties) * 100_000 <= self.tokens, f"near-ties in {self.tokens} tokens: {self.near_ties}"
+            SUITE.tokens += self.tokens
+            SUITE.near_ties += len(self.near_ties)
+            assert SUITE.near_ties <= max(1, SUITE.tokens / 100_000), f"{SUITE}, the last ones {self.near_ties}"
 
     def add(self, target, draft, ids: torch.Tensor, seed: int, setting: str, tree: str) -> None:
         """One prompt, with and without the draft; fails where the ids differ and no near-tie excuses it."""

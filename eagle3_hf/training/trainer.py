@@ -35,7 +35,7 @@ class Eagle3TrainingArguments(TrainingArguments):
         ttt_steps: Steps of training-time test; a head drafts about as deep as it was trained.
         step_decay: Weight `decay^s` of step `s`.
         row_share: Share of the rows that the steps after the first train on, drawn anew for every batch; their loss is
-            scaled up. 1.0 is the paper's; 0.33 trains about twice as fast.
+            scaled up. 1.0 is the paper's; less trains faster.
         max_length: Tokens kept of a chat, when the trainer tokenises it.
     """
 
