@@ -134,6 +134,13 @@ def _layer_reason(layer: Any) -> str | None:
     return "which this package does not know"
 
 
+def require_supported(cache: Any) -> None:
+    """Raise a ValueError with the reason where `supported` gives one."""
+    reason = supported(cache)
+    if reason is not None:
+        raise ValueError(f"a draft tree cannot be verified on this cache: {reason}")
+
+
 def has_fixed_room(cache: Cache) -> bool:
     """Whether the cache was allocated for a length: for the text's usually, so that no tree fits behind its end."""
     return any(isinstance(layer, StaticLayer) for layer in cache.layers)

@@ -100,7 +100,7 @@ class SpeculativeDecoding:
         with _every_prompt_token(self.target, self.model_kwargs):
             outputs = self.target._prefill(prompt, self.config, self.model_kwargs)
         cache = outputs[CACHE_KEY]
-        _require_rollback(cache)
+        cache_paths.require_supported(cache)
         cache_paths.prepare(cache)
         features = reader.take()
         self.model_kwargs = self.target._update_model_kwargs_for_generation(outputs, self.model_kwargs)
@@ -333,12 +333,6 @@ def _uncompiled(target: PreTrainedModel) -> Iterator[None]:
     )
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def _require_rollback(cache) -> None:
-    reason = cache_paths.supported(cache)
-    if reason is not None:
-        raise ValueError(f"a draft tree cannot be verified on this cache: {reason}")
 
 
 def _prompt_rows(features: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None):

@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..modeling_eagle3 import Eagle3DraftModel
 from . import masks
-from .cache import has_fixed_room, supported
+from .cache import has_fixed_room, require_supported
 from .candidate import tree_settings
 from .drafting import TreeSettings
 from .loop import CACHE_KEY, SpeculativeDecoding
@@ -222,9 +222,7 @@ def _check_target_class(target) -> None:
 
 
 def _check_cache(cache: Any) -> None:
-    reason = supported(cache)
-    if reason is not None:
-        raise ValueError(f"a draft tree cannot be verified on this cache: {reason}")
+    require_supported(cache)
     if has_fixed_room(cache):
         raise ValueError(
             f"a {type(cache).__name__} with a draft head is not supported yet: it has room for the text alone and "
