@@ -2,8 +2,9 @@
 
 A feature is the raw residual stream at a `hidden_states` index: 0 is the embedding output, `i` the output of block
 `i - 1`, `L` the output of the last block before the final norm. Forward hooks on the decoder blocks give exactly these
-on every transformers version, also where `hidden_states[L]` is already normed. Training and generation use the same
-reader, so that a head never sees other features than it was trained on.
+on every transformers version, also where `hidden_states[L]` is already normed. Index -1 is that normed output, which
+heads without `fc` read. Training and generation use the same reader, so that a head never sees other features than it
+was trained on.
 """
 
 import threading
@@ -60,6 +61,12 @@ def num_target_layers(target: nn.Module) -> int:
     return target.config.get_text_config().num_hidden_layers
 
 
+def text_backbone(target: nn.Module) -> nn.Module:
+    """The module whose output is the input of the target's output layer: blocks and final norm, no head."""
+    decoder = target.get_decoder() if hasattr(target, "get_decoder") else None
+    return decoder if decoder not in (None, target) else getattr(target, "base_model", target)
+
+
 def decoder_blocks(target: nn.Module) -> nn.ModuleList:
     """The target's list of decoder blocks, found by its length under the text backbone.
 
@@ -67,8 +74,7 @@ def decoder_blocks(target: nn.Module) -> nn.ModuleList:
         ValueError: no module list of `num_hidden_layers` entries exists.
     """
     count = num_target_layers(target)
-    backbone = target.get_decoder() if hasattr(target, "get_decoder") else target
-    for module in (backbone or target).modules():
+    for module in text_backbone(target).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count and not isinstance(module[0], nn.ModuleList):
             return module
     raise ValueError(
@@ -104,6 +110,8 @@ def check_target(config: Eagle3DraftConfig, target: nn.Module) -> None:
         )
     if config.target_layer_ids is None:
         _guess_layer_ids(config, layers)
+    if config.guessed_layer_ids and config.target_layer_ids[-1] == layers + 1:
+        _take_back_guess(config, name, layers)
     if config.target_layer_ids[-1] > layers:
         raise ValueError(
             f"this head reads hidden_states index {config.target_layer_ids[-1]}, but {name} has {layers} layers "
@@ -127,6 +135,18 @@ def _guess_layer_ids(config: Eagle3DraftConfig, layers: int) -> None:
     config.target_layer_ids, config.target_num_hidden_layers = ids, layers
 
 
+def _take_back_guess(config: Eagle3DraftConfig, name: str, layers: int) -> None:
+    """One was added to ids that were indices already: kept for this depth only, as the guess of missing ids is."""
+    guessed = config.target_layer_ids
+    ids = [i - 1 for i in guessed]
+    logger.warning(
+        f"The layer ids of {config._name_or_path or 'this head'} were taken for block outputs, hidden_states indices "
+        f"{guessed}, but {name} has only {layers} layers: they are the indices {ids} themselves, which are used now."
+    )
+    config.target_layer_ids, config.guessed_layer_ids = ids, False
+    config.target_num_hidden_layers = layers
+
+
 class FeatureReader:
     """Collects the residual stream at `layer_ids` while the target runs, as a context manager.
 
@@ -148,7 +168,8 @@ class FeatureReader:
                 f"layers (largest index {count}): the head was trained for another target"
             )
         self.layer_ids = list(layer_ids)
-        self._blocks = decoder_blocks(target)
+        self._backbone = text_backbone(target)
+        self._blocks = None if self.layer_ids == [-1] else decoder_blocks(target)
         self._captured: dict[int, list[torch.Tensor]] = {}
         self._handles: list = []
 
@@ -156,7 +177,9 @@ class FeatureReader:
         self.clear()
         self._thread = threading.get_ident()
         for layer_id in self.layer_ids:
-            if layer_id == 0:
+            if layer_id == -1:
+                hook = self._backbone.register_forward_hook(self._capture_output(layer_id))
+            elif layer_id == 0:
                 hook = self._blocks[0].register_forward_pre_hook(self._capture_input, with_kwargs=True)
             else:
                 hook = self._blocks[layer_id - 1].register_forward_hook(self._capture_output(layer_id))
@@ -189,7 +212,7 @@ class FeatureReader:
     def _capture_output(self, layer_id: int):
         def hook(module, args, output):
             if threading.get_ident() == self._thread:
-                self._captured[layer_id].append(output[0] if isinstance(output, tuple) else output)
+                self._captured[layer_id].append(output if isinstance(output, torch.Tensor) else output[0])
 
         return hook
 

@@ -11,12 +11,16 @@ from .features import call_at_home, decoder_blocks, default_layer_ids, num_targe
 
 # RoPE types that depend on nothing but the position, so that a draft can share them.
 _PORTABLE_ROPE = ("default", "linear", "llama3", "yarn")
+# An attention's projections of `[embedding, feature]`, and those of what the attention made itself.
+_READ_THE_PAIR = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+_READ_A_LATENT = ("q_b_proj", "kv_b_proj", "o_proj")
 
 
 def new_head_config(target, vocab_size: int, draft_vocab_size: int, overrides: dict) -> Eagle3DraftConfig:
     """The usual one-layer head for `target`, as wide as it; any field can be overridden."""
     text = target.config.get_text_config()
     heads = text.num_attention_heads
+    reads_final_output = overrides.get("use_aux_hidden_state") is False
     fields = {
         "hidden_size": text.hidden_size,
         "target_hidden_size": text.hidden_size,
@@ -29,11 +33,13 @@ def new_head_config(target, vocab_size: int, draft_vocab_size: int, overrides: d
         "rope_parameters": _portable_rope(text),
         "vocab_size": vocab_size,
         "draft_vocab_size": draft_vocab_size,
-        "target_layer_ids": default_layer_ids(num_target_layers(target)),
+        "target_layer_ids": None if reads_final_output else default_layer_ids(num_target_layers(target)),
         "target_num_hidden_layers": num_target_layers(target),
         "target_name_or_path": getattr(target.config, "_name_or_path", None) or None,
         "target_model_type": target.config.model_type,
     }
+    if overrides.get("kv_lora_rank") is not None:  # latent attention: its own widths say these
+        del fields["num_key_value_heads"], fields["head_dim"]
     return Eagle3DraftConfig(**{**fields, **overrides})
 
 
@@ -95,11 +101,15 @@ def warm_start_body(draft, target) -> None:
     config = draft.config
     if config.hidden_size != config.target_hidden_size:
         return
-    _copy_gain(draft.norm, getattr(_decoder(target), "norm", None), config.hidden_size)
+    if config.final_norm:
+        _copy_gain(draft.norm, getattr(_decoder(target), "norm", None), config.hidden_size)
     if config.own_embeddings:
         _copy_embeddings(draft.embed_tokens, target.get_input_embeddings())
-    draft.fc.weight.normal_(std=config.initializer_range)
-    draft.fc.weight[:, -config.target_hidden_size :] += torch.eye(config.hidden_size, device=draft.fc.weight.device)
+    if config.use_aux_hidden_state:
+        draft.fc.weight.normal_(std=config.initializer_range)
+        draft.fc.weight[:, -config.target_hidden_size :] += torch.eye(
+            config.hidden_size, device=draft.fc.weight.device
+        )
     _copy_block(draft.layers[0], decoder_blocks(target)[-1], config.hidden_size)
 
 
@@ -112,12 +122,14 @@ def _copy_block(layer: nn.Module, block: nn.Module, width: int) -> None:
         _copy_weight(getattr(layer.mlp, name), getattr(getattr(block, "mlp", None), name, None))
     _copy_gain(layer.post_attention_layernorm, _norm_before_mlp(block), width)
     attention = getattr(block, "self_attn", None)
-    _copy_weight(layer.self_attn.o_proj, getattr(attention, "o_proj", None))
-    for name in ("q_proj", "k_proj", "v_proj"):
-        source = _plain_weight(getattr(attention, name, None))
-        mine = getattr(layer.self_attn, name).weight
-        if source is not None and source.shape == (mine.shape[0], width):
-            mine[:, width:] = source.to(mine)  # the feature half; the embedding half starts small and random
+    for name, module in layer.self_attn.named_children():
+        other = getattr(attention, name, None)
+        if name in _READ_THE_PAIR:
+            _copy_feature_half(module, other, width)
+        elif name in _READ_A_LATENT:
+            _copy_weight(module, other)
+        elif name.endswith("a_layernorm"):
+            _copy_gain(module, other, module.weight.shape[0])
 
 
 def _norm_before_mlp(block: nn.Module) -> nn.Module | None:
@@ -148,6 +160,13 @@ def _copy_embeddings(mine: nn.Embedding, embed: nn.Module, chunk: int = 8192) ->
     for start in range(0, mine.num_embeddings, chunk):
         ids = torch.arange(start, min(start + chunk, mine.num_embeddings), device=mine.weight.device)
         mine.weight[ids] = call(ids).to(mine.weight)
+
+
+def _copy_feature_half(mine: nn.Linear, other: nn.Module | None, width: int) -> None:
+    """The other half of the columns, which read the embedding, starts small and random."""
+    source = _plain_weight(other)
+    if source is not None and source.shape == (mine.out_features, width):
+        mine.weight[:, width:] = source.to(mine.weight)
 
 
 def _copy_weight(mine: nn.Module, other: nn.Module | None) -> None:

@@ -18,6 +18,7 @@ from families import prompt
 
 
 TREES = [(59, 8, 10), (15, 4, 4), (6, 3, 5), (4, 4, 1), (1, 1, 1), (3, 8, 2), (500, 2, 3), (60, 1, 40)]
+LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 VARIANTS = {
     "plain": {},
     "half vocabulary": {"draft_vocab": half_vocabulary()},
@@ -25,6 +26,15 @@ VARIANTS = {
     "two layers, biases": {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True, "fc_bias": True},
     "narrow": {"hidden_size": 32, "own_embeddings": True, "intermediate_size": 48, "head_dim": 16},
     "borrowed head": {"own_lm_head": False, "fc_norm": True},
+    "window": {"layer_types": ["sliding_attention"], "sliding_window": 3},
+    "window of one": {"layer_types": ["sliding_attention"], "sliding_window": 1},
+    "window beyond the text": {"layer_types": ["sliding_attention"], "sliding_window": 64},
+    "window in one of two layers": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
+    | {"num_hidden_layers": 2},
+    "latent": LATENT,
+    "latent with a window": {**LATENT, "layer_types": ["sliding_attention"], "sliding_window": 4, "q_lora_rank": 20},
+    "final output alone": {"use_aux_hidden_state": False, "final_norm": False},
+    "half of the head rotated": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
 }
 
 
@@ -63,7 +73,7 @@ def slow_logits(draft, features, tokens, fed_back: int) -> tuple[torch.Tensor, t
 
 
 def slow_pass(draft, hidden, tokens):
-    from eagle3_hf.draft_layers import CachedAttention
+    from eagle3_hf.draft_attention import CachedAttention
 
     embeds = draft.borrow(target_of("llama")).embed(tokens)
     return draft.run_layers(hidden, embeds, torch.arange(tokens.shape[1])[None], CachedAttention())
@@ -277,7 +287,9 @@ def cached(candidate) -> list[torch.Tensor]:
     return [states[:, :, :length] for buffers in candidate._cache._buffers for states in buffers]
 
 
-@pytest.mark.parametrize("name", ["half vocabulary", "two layers, biases"])
+@pytest.mark.parametrize(
+    "name", ["half vocabulary", "two layers, biases", "window in one of two layers", "latent with a window"]
+)
 @pytest.mark.parametrize("cuts", [[], [1], [4, 5, 9], list(range(1, 11))], ids=str)
 def test_rows_fed_in_pieces_with_trees_between(name, cuts):
     """However the text came, the draft's cache is that of true features alone, and no tree leaves a trace in it."""

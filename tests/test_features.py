@@ -50,9 +50,26 @@ def test_features_are_hidden_states_and_the_last_one_is_before_the_norm(family):
 
 
 @torch.no_grad()
-def test_prefill_in_chunks_is_joined():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_index_minus_one_is_the_input_of_the_output_layer(family):
+    target, ids = tiny(family, num_hidden_layers=4), prompt(9, rows=2)
+    inputs = []
+    handle = target.lm_head.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    with FeatureReader(target, [-1]) as reader:
+        states = target(ids, output_hidden_states=True).hidden_states
+        features = reader.take()
+        assert torch.equal(features, inputs[0])
+        assert torch.equal(features, states[-1])
+        target(ids, logits_to_keep=1, return_dict=False)  # as in a prefill: all rows are needed, not only the last
+        torch.testing.assert_close(reader.take(), features)
+    handle.remove()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer_ids", [[1, 4], [-1]], ids=str)
+def test_prefill_in_chunks_is_joined(layer_ids):
     target, ids = tiny("llama", num_hidden_layers=4), prompt(11)
-    with FeatureReader(target, [1, 4]) as reader:
+    with FeatureReader(target, layer_ids) as reader:
         target(ids)
         whole = reader.take()
         cache = DynamicCache(config=target.config)
@@ -184,6 +201,32 @@ def test_ids_that_the_file_does_not_name_are_guessed_aloud_and_kept(caplog):
     # The guess holds for this depth; another one would silently read other layers than the head was trained on.
     with pytest.raises(ValueError, match="a target of 8 layers, but LlamaForCausalLM has 9"):
         draft.bind(tiny("llama", num_hidden_layers=9))
+
+
+def test_ids_taken_for_outputs_are_given_back_where_the_target_is_too_shallow_for_them(caplog):
+    target = tiny("llama", num_hidden_layers=4)
+    draft = new_head(target_layer_ids=[2, 3, 5], guessed_layer_ids=True, target_num_hidden_layers=4)
+    (message,) = warnings_of(caplog, lambda: draft.bind(target))
+    assert "[2, 3, 5], but LlamaForCausalLM has only 4 layers" in message
+    assert "[1, 2, 4]" in message
+    assert (draft.config.target_layer_ids, draft.config.guessed_layer_ids) == ([1, 2, 4], False)
+    assert warnings_of(caplog, lambda: draft.bind(target)) == []
+    with pytest.raises(ValueError, match="a target of 4 layers, but LlamaForCausalLM has 5"):
+        draft.bind(tiny("llama", num_hidden_layers=5))
+
+
+def test_a_guess_that_fits_stays_a_guess(target, caplog):
+    draft = new_head(target_layer_ids=[2, 3, 4], guessed_layer_ids=True)
+    assert warnings_of(caplog, lambda: draft.bind(target)) == []
+    assert (draft.config.target_layer_ids, draft.config.guessed_layer_ids) == ([2, 3, 4], True)
+
+
+@pytest.mark.parametrize(("ids", "guessed"), [([2, 3, 6], True), ([2, 3, 5], False)])
+def test_ids_beyond_the_last_block_are_named(target, ids, guessed):
+    draft = new_head(target_layer_ids=ids, guessed_layer_ids=guessed)
+    with pytest.raises(ValueError, match=rf"index {ids[-1]}, but LlamaForCausalLM has 4 layers \(largest index 4\)"):
+        draft.bind(target)
+    assert draft.config.target_layer_ids == ids
 
 
 def test_too_shallow_to_guess(target):

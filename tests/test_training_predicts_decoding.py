@@ -34,12 +34,12 @@ def labels_of(text: torch.Tensor, prompt_length: int) -> torch.Tensor:
     return labels
 
 
-def new_draft(target, texts: list[torch.Tensor]) -> Eagle3DraftModel:
+def new_draft(target, texts: list[torch.Tensor], **overrides) -> Eagle3DraftModel:
     """A head whose vocabulary lacks some of the words, so that some choices cannot be drafted at all."""
     words = torch.cat([text[0] for text in texts]).unique()
     torch.manual_seed(0)
     assert (words % 9 == 0).any()
-    return Eagle3DraftModel.from_target(target, draft_vocab=words[words % 9 != 0])
+    return Eagle3DraftModel.from_target(target, draft_vocab=words[words % 9 != 0], **overrides)
 
 
 def hits(draft, target, text: torch.Tensor, prompt_length: int) -> list[dict[int, bool]]:
@@ -81,9 +81,9 @@ def predicted(draft, target, texts: list[torch.Tensor]) -> list[int]:
     ]
 
 
-def half_trained(target, texts: list[torch.Tensor]) -> Eagle3DraftModel:
+def half_trained(target, texts: list[torch.Tensor], **overrides) -> Eagle3DraftModel:
     """Train until about two drafts a round would be accepted, going by the training forward."""
-    draft = new_draft(target, texts)
+    draft = new_draft(target, texts, **overrides)
     rows = [
         {"input_ids": text[0], "labels": labels_of(text, length)[0]}
         for text, length in zip(texts, PROMPT_LENGTHS, strict=True)
@@ -103,11 +103,25 @@ def half_trained(target, texts: list[torch.Tensor]) -> Eagle3DraftModel:
     pytest.fail(f"the head learnt too little: {sum(rounds) / len(rounds):.2f} accepted a round")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_sw", "gemma3", "olmo2"])
-def test_accepted_lengths_are_those_that_training_predicts(family, monkeypatch):
+LATENT = {"kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
+HEADS = {
+    "latent": LATENT,
+    "window": {"layer_types": ["sliding_attention"], "sliding_window": 6},
+    "latent with a window": {**LATENT, "layer_types": ["sliding_attention"], "sliding_window": 3},
+    "final output alone": {"use_aux_hidden_state": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [(family, {}) for family in ("llama", "qwen3", "mistral_sw", "gemma3", "olmo2")]
+    + [("llama", overrides) for overrides in HEADS.values()],
+    ids=["llama", "qwen3", "mistral_sw", "gemma3", "olmo2", *(f"llama, {name}" for name in HEADS)],
+)
+def test_accepted_lengths_are_those_that_training_predicts(family, overrides, monkeypatch):
     target = tiny(family)
     texts = greedy_texts(target)
-    draft = half_trained(target, texts)
+    draft = half_trained(target, texts, **overrides)
     draft.generation_config.num_assistant_tokens = STEPS
     draft.generation_config.assistant_tree_depth = STEPS
     draft.generation_config.assistant_tree_top_k = 1

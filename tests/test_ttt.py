@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from eagle3_hf import Eagle3DraftModel
-from eagle3_hf.draft_layers import CachedAttention, DraftCache
+from eagle3_hf.draft_attention import CachedAttention, DraftCache
 from eagle3_hf.features import FeatureReader
 from eagle3_hf.training.teacher import Teacher
 from eagle3_hf.ttt.attention import TTTAttention, ttt_attention
@@ -23,31 +23,35 @@ from families import prompt, tiny
 # ----- attention -----------------------------------------------------------------------------------------------------
 
 
-def slow_attention(query, keys, values, scaling, rows):
+def slow_attention(query, keys, values, scaling, rows, window=100):
     """One query at a time: the keys of step 0 up to its own row, then its own key of every later step."""
-    batch, heads, num_rows, head_dim = query.shape
-    group = heads // keys[0].shape[1]
-    output = torch.empty(batch, num_rows, heads, head_dim)
+    batch, heads, num_rows, _ = query.shape
+    group, position = heads // keys[0].shape[1], len(keys) - 1
+    output = torch.empty(batch, num_rows, heads, values[0].shape[-1])
     for b in range(batch):
         for h in range(heads):
             for r in range(num_rows):
                 row = int(rows.expand(batch, -1)[b, r])
-                seen = [(keys[0][b, h // group, j], values[0][b, h // group, j]) for j in range(row + 1)]
-                seen += [(k[b, h // group, r], v[b, h // group, r]) for k, v in zip(keys[1:], values[1:], strict=True)]
+                seen = [(j, keys[0][b, h // group, j], values[0][b, h // group, j]) for j in range(row + 1)]
+                later = zip(range(1, len(keys)), keys[1:], values[1:], strict=True)
+                seen += [(row + step, k[b, h // group, r], v[b, h // group, r]) for step, k, v in later]
+                seen = [(key, value) for at, key, value in seen if at > row + position - window]
                 scores = torch.stack([query[b, h, r] @ key * scaling for key, _ in seen])
                 output[b, r, h] = scores.softmax(0) @ torch.stack([value for _, value in seen])
     return output
 
 
-def attention_inputs(steps: int, heads: int, kv_heads: int, rows: torch.Tensor, length: int = 7, batch: int = 2):
+def attention_inputs(
+    steps: int, heads: int, kv_heads: int, rows: torch.Tensor, length: int = 7, batch: int = 2, value_width: int = 8
+):
     generator = torch.Generator().manual_seed(steps)
     sizes = [length] + [rows.shape[1]] * steps
 
-    def random(heads, length):
-        return torch.randn(batch, heads, length, 8, generator=generator).requires_grad_()
+    def random(heads, length, width=8):
+        return torch.randn(batch, heads, length, width, generator=generator).requires_grad_()
 
     query = random(heads, rows.shape[1])
-    return query, [random(kv_heads, size) for size in sizes], [random(kv_heads, size) for size in sizes]
+    return query, [random(kv_heads, size) for size in sizes], [random(kv_heads, size, value_width) for size in sizes]
 
 
 EVERY_ROW = torch.arange(7)[None]
@@ -56,17 +60,18 @@ SOME_ROWS = torch.tensor([[0, 2, 3, 6], [1, 2, 4, 5]])
 
 @pytest.mark.parametrize("rows", [EVERY_ROW, SOME_ROWS], ids=["every row", "some rows"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(("window", "value_width"), [(None, 8), (1, 8), (2, 5), (4, 8), (30, 12)])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_attention_equals_the_obvious_loop(steps, heads, kv_heads, rows):
-    query, keys, values = attention_inputs(steps, heads, kv_heads, rows)
-    output = ttt_attention(query, keys, values, 0.3, rows)
-    expected = slow_attention(query, keys, values, 0.3, rows)
+def test_attention_equals_the_obvious_loop(steps, heads, kv_heads, rows, window, value_width):
+    query, keys, values = attention_inputs(steps, heads, kv_heads, rows, value_width=value_width)
+    output = ttt_attention(query, keys, values, 0.3, rows, window)
+    expected = slow_attention(query, keys, values, 0.3, rows, window or 100)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
 
     weights = torch.randn_like(expected)
     leaves = [query, *keys, *values]
-    gradients = torch.autograd.grad((output * weights).sum(), leaves)
-    references = torch.autograd.grad((expected * weights).sum(), leaves)
+    gradients = torch.autograd.grad((output * weights).sum(), leaves, materialize_grads=True)
+    references = torch.autograd.grad((expected * weights).sum(), leaves, materialize_grads=True)
     for gradient, reference in zip(gradients, references, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)
 
@@ -74,7 +79,7 @@ def test_attention_equals_the_obvious_loop(steps, heads, kv_heads, rows):
 def test_attention_keeps_apart_layers_and_remembers_steps():
     rows = EVERY_ROW.expand(2, -1)
     query, keys, values = attention_inputs(2, 4, 2, rows)
-    first, second = (type("Layer", (), {"layer_idx": i, "scaling": 0.3})() for i in range(2))
+    first, second = (type("Layer", (), {"layer_idx": i, "scaling": 0.3, "sliding_window": None})() for i in range(2))
     attend = TTTAttention(rows)
     for step in range(3):
         output = attend(first, query, keys[step], values[step])

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..draft_layers import CachedAttention, DraftCache
+from ..draft_attention import CachedAttention, DraftCache
 from ..modeling_eagle3 import Eagle3DraftModel
 from .drafting import NoiseRanking, Ranking, TreeGrower, TreeSettings, greedy_ranking
 from .noise import Noise
@@ -66,7 +66,7 @@ class Eagle3Candidate(CandidateGenerator):
             features: (B, n, A * Ht) target features of n consecutive tokens.
             tokens: (B, n) the token *after* each of them; the last one is the root of the next tree.
         """
-        device = self.draft.fc.weight.device
+        device = self.draft.layers[0].hidden_norm.weight.device
         tokens = tokens.to(device)
         # A row that overflowed must not spoil all that will attend to it: one bad guess, not the rest of the call.
         hidden = self.draft.fuse(features.to(device)).nan_to_num()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..draft_layers import CachedAttention, DraftCache
+from ..draft_attention import CachedAttention, DraftCache
 from ..modeling_eagle3 import Borrowed, Eagle3DraftModel
 from .noise import Noise
 from .tree import DraftTree, select
