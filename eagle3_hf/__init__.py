@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Eagle3Trainer": ".training.trainer",
     "Eagle3TrainingArguments": ".training.trainer",
+    "export_head": ".export.head",
 }
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "export_head",
 ]
 
 

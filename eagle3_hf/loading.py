@@ -1,41 +1,41 @@
-"""Reading a head's folder: translate its config, let transformers load the tensors, then account for every one.
+"""Loading a head: understand it before a byte of weights is read, let transformers load, account for every tensor.
 
 transformers loads what fits and reports the rest; for a draft head a missing or ignored tensor means acceptance near
-zero and no error, so here each one is an error that names it.
+zero and no error. So the file's table of tensors is compared with an empty skeleton of the head first: each difference
+is an error that names it, and nothing is allocated, however absurd the file.
 """
 
-import json
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedConfig
-from transformers.utils import cached_file
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
 from . import vocab
 from .configuration_eagle3 import Eagle3DraftConfig
-from .layouts import (
-    FOREIGN_KEYS,
-    WEIGHT_RENAMINGS,
-    HeadFormatError,
-    TensorInfo,
-    canonical_config,
-    check_is_head,
-    float_dtype,
-    is_own_layout,
-    read_tensor_table,
-)
+from .folder import HeadFolder, read_folder, read_generation_config, read_tensors
+from .layouts import WEIGHT_RENAMINGS, HeadDescription, HeadFormatError, describe, float_dtype, shortened
+from .tree_settings import LARGEST_TREE, PAPER_TREE
 
 
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder")
-_SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
+logger = logging.get_logger(__name__)
+
+# Without a vocabulary map in the file, the buffers are as large as its config says; the largest real one has 2^18.
+_LARGEST_VOCABULARY = 2**24
+_FIELDS = frozenset(inspect.signature(Eagle3DraftConfig.__init__).parameters) - {"self", "kwargs"}
+_NO_FIELDS = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
 
-def load_head(from_pretrained, path: str | os.PathLike, *args, **kwargs) -> tuple[Any, dict[str, Any]]:
+def load_head(cls, from_pretrained, path: str | os.PathLike, *args, **kwargs) -> tuple[Any, dict[str, Any]]:
     """`from_pretrained` for heads of every supported layout; returns the head and transformers' loading info.
 
     Args:
-        from_pretrained: transformers' own loader of the draft class.
+        cls: The draft class.
+        from_pretrained: transformers' own loader of that class.
         path: Folder or Hub id.
         kwargs: Of `from_pretrained`; names of config fields override the file's.
 
@@ -43,22 +43,39 @@ def load_head(from_pretrained, path: str | os.PathLike, *args, **kwargs) -> tupl
         HeadFormatError: see [`Eagle3DraftModel.from_pretrained`].
     """
     kwargs.pop("output_loading_info", None)
-    hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+    kwargs.pop("trust_remote_code", None)  # nothing in the folder is ever run
     config = kwargs.pop("config", None)
     if not isinstance(config, PreTrainedConfig):
-        published = _read_config(path if config is None else config, hub)
-        tensors = _tensor_table(path, hub, kwargs, published)
-        config, kwargs = _config_of(path, published, tensors, kwargs)
-    elif not isinstance(config, Eagle3DraftConfig):
-        raise ValueError(f"config must be an Eagle3DraftConfig, got a {type(config).__name__}")
+        described = _describe(path, read_folder(path, config, kwargs), _overrides(kwargs))
+        config = canonical_config(path, described)
+    elif isinstance(config, Eagle3DraftConfig):
+        described = _describe(path, HeadFolder(config.to_dict(), read_tensors(path, kwargs)), {})
     else:
-        _tensor_table(path, hub, kwargs, None)  # a damaged or unsafe file is refused before anything is loaded
-    # Tensors of other shapes are reported like missing ones, each with both shapes, instead of transformers' summary.
+        raise ValueError(f"config must be an Eagle3DraftConfig, got a {type(config).__name__}")
+    _about(path, check_tensors, cls, config, described)
+    _say(path, described)
+    if kwargs.get("generation_config") is None:
+        kwargs["generation_config"] = _about(path, _generation_config, read_generation_config(path, kwargs))
+    # The skeleton has been compared; should a shape differ all the same, it is reported below.
     kwargs["ignore_mismatched_sizes"] = True
     kwargs["key_mapping"] = {**WEIGHT_RENAMINGS, **(kwargs.get("key_mapping") or {})}
     draft, info = from_pretrained(path, *args, config=config, output_loading_info=True, **kwargs)
-    _account_for_tensors(draft, info, path)
+    _account_for_tensors(draft, info, described, path)
     return draft, info
+
+
+def describe_head(path: str | os.PathLike, **kwargs) -> HeadDescription:
+    """What a folder or Hub repository holds, from its config and the headers of its weights alone.
+
+    Args:
+        path: Folder or Hub id.
+        kwargs: Of `from_pretrained`; names of config fields override the file's.
+
+    Raises:
+        HeadFormatError: not a head that can be loaded.
+    """
+    overrides = _overrides(kwargs)
+    return _describe(path, read_folder(path, None, kwargs), overrides)
 
 
 def _about(path, check: Callable, *args):
@@ -69,129 +86,156 @@ def _about(path, check: Callable, *args):
         raise HeadFormatError(f"{path}: {error}") from error
 
 
-# ----- files ---------------------------------------------------------------------------------------------------------
-
-
-def _file(path, name: str, hub: dict[str, Any]) -> str | None:
-    """A file of the folder or repository, downloaded if need be; `None` when it is not there."""
-    return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
-
-
-def _read_json(file: str) -> dict[str, Any]:
-    try:
-        with open(file, encoding="utf-8") as stream:
-            content = json.load(stream)
-    except ValueError as error:
-        raise HeadFormatError(f"{file} is no JSON ({error}): corrupt or truncated, download it again") from error
-    if not isinstance(content, dict):
-        raise HeadFormatError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
-    return content
-
-
-def _read_config(path, hub: dict[str, Any]) -> dict[str, Any]:
-    if os.path.isfile(path):
-        raise HeadFormatError(f"{path} is a file: pass the folder that holds the head's config.json and weights")
-    file = _file(path, "config.json", hub)
-    if file is None:
-        if not os.path.isdir(path):
-            cached_file(path, "config.json", **hub)  # transformers' own words for a repository it cannot reach
-        raise HeadFormatError(f"{path} has no config.json: not a draft head, or an interrupted download")
-    return _read_json(file)
-
-
-def _tensor_table(path, hub: dict[str, Any], kwargs: dict[str, Any], config: dict | None) -> dict[str, TensorInfo]:
-    """The tensors of the files that transformers is going to load, in its order of preference."""
-    wanted = kwargs.get("use_safetensors")
-    names = [_SAFETENSORS] * (wanted is not False) + [_PICKLE] * (wanted is not True)
-    for name in names:
-        if kwargs.get("variant"):
-            stem, ending = name.rsplit(".", 1)
-            name = f"{stem}.{kwargs['variant']}.{ending}"
-        file = _file(path, name, hub)
-        if file is not None:
-            return read_tensor_table(file)
-        index = _file(path, f"{name}.index.json", hub)
-        if index is not None:
-            return _sharded_table(path, index, hub, config)
-    raise HeadFormatError(
-        f"{path} has neither {' nor '.join(names)}: not a draft head, or an interrupted download (download it again)"
-    )
-
-
-def _sharded_table(path, index: str, hub: dict[str, Any], config: dict | None) -> dict[str, TensorInfo]:
-    where = _read_json(index).get("weight_map")
-    if not isinstance(where, dict):
-        raise HeadFormatError(f"{index} has no `weight_map`: corrupt, download it again")
-    if config is not None and not is_own_layout(config):
-        _about(path, check_is_head, config, set(where))  # before an ordinary model's many gigabytes are downloaded
-    table: dict[str, TensorInfo] = {}
-    for name in sorted(set(where.values())):
-        file = _file(path, name, hub)
-        if file is None:
-            raise HeadFormatError(f"{path} lacks {name}, which its index names: an interrupted download")
-        table.update(read_tensor_table(file))
-    return table
-
-
-# ----- config --------------------------------------------------------------------------------------------------------
-
-
-def _config_of(path, published: dict[str, Any], tensors: dict[str, TensorInfo], kwargs: dict[str, Any]):
-    """The canonical config, with the caller's overrides; returns it and the keywords that are not config fields."""
+def _overrides(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Takes the keywords that are config fields out of those of `from_pretrained`."""
     known = Eagle3DraftConfig().to_dict()
-    overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in known and name != "dtype"}
-    fields = published
-    if not is_own_layout(published):
-        corrections = {name: value for name, value in overrides.items() if name not in FOREIGN_KEYS}
-        fields = _about(path, canonical_config, {**published, **corrections}, tensors)
-    fields = {k: v for k, v in {**fields, **overrides}.items() if k not in ("model_type", "architectures")}
-    fields.pop("torch_dtype", None)
-    fields["dtype"] = _about(path, float_dtype, tensors)  # the file's, also where its config says otherwise
+    return {name: kwargs.pop(name) for name in list(kwargs) if name in known and name not in _NO_FIELDS}
+
+
+def _describe(path, folder: HeadFolder, overrides: dict[str, Any]) -> HeadDescription:
+    described = _about(path, describe, folder.config, folder.tensors, overrides)
+    # A key of our own layout could name anything that a config has, a method too.
+    others = set(described.fields) - _FIELDS - set(overrides)
+    described.fields = {name: value for name, value in described.fields.items() if name not in others}
+    usual = {*PreTrainedConfig().to_dict(), *_NO_FIELDS, *(name for name in others if not folder.config.get(name))}
+    strange = sorted(others - usual)
+    if strange:
+        described.notes.append(f"config keys that are not understood and have no effect: {strange}")
+    return described
+
+
+def _generation_config(content: dict[str, Any]) -> GenerationConfig:
+    """The tree settings and special tokens of a `generation_config.json`; nothing else there concerns a draft."""
+    kept = {}
+    for name in PAPER_TREE:
+        value = content.get(name)
+        if value is not None and (not _is_integer(value) or not 1 <= value <= LARGEST_TREE):
+            raise HeadFormatError(
+                f"its generation_config.json says {name} {value!r}: it must be an integer from 1 to {LARGEST_TREE}"
+            )
+        kept[name] = value
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        value = content.get(name)
+        if not all(_is_integer(token) for token in (value if isinstance(value, list) else [value or 0])):
+            raise HeadFormatError(f"its generation_config.json says {name} {value!r}: it must be a token id")
+        kept[name] = value
+    noise = content.get("assistant_known_noise")
+    if not isinstance(noise, (bool, type(None))):
+        raise HeadFormatError(f"its generation_config.json says assistant_known_noise {noise!r}: true or false")
+    kept["assistant_known_noise"] = noise
+    return GenerationConfig(**{name: value for name, value in kept.items() if value is not None})
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def canonical_config(path: str | os.PathLike, described: HeadDescription) -> Eagle3DraftConfig:
+    """The config of a described head; see [`describe_head`].
+
+    Raises:
+        HeadFormatError: fields that no head can have.
+    """
+    fields = {key: value for key, value in described.fields.items() if key not in _NO_FIELDS}
+    fields["dtype"] = _about(path, float_dtype, described.tensors)  # the file's, also where its config says otherwise
     try:
         config = Eagle3DraftConfig(**fields)
     except Exception as error:  # a file can hold anything; whatever it breaks, the file is what is wrong
         raise HeadFormatError(f"{path}: its config does not describe an EAGLE-3 head: {error}") from error
     config._name_or_path = str(path)
-    return config, kwargs
+    return config
+
+
+def _say(path, described: HeadDescription) -> None:
+    for note in described.notes:
+        logger.warning(f"{path}: {shortened(note)}")
+    if described.dropped:
+        logger.info(f"{path}: tensors that no draft reads were left out: {described.dropped}")
 
 
 # ----- tensors -------------------------------------------------------------------------------------------------------
 
 
-def _account_for_tensors(draft, info: dict[str, Any], path) -> None:
-    config = draft.config
-    missing = set(info["missing_keys"]) - {"t2d"}
-    if config.draft_vocab_size == config.vocab_size:
-        missing.discard("d2t")  # heads over the whole vocabulary are published without a map
+def check_tensors(cls, config: Eagle3DraftConfig, described: HeadDescription) -> None:
+    """Compare a file's tensors with those of the head that its config describes; nothing is allocated.
+
+    Raises:
+        HeadFormatError: naming every tensor that is missing, has no use, or has another shape.
+    """
+    if config.vocab_size > _LARGEST_VOCABULARY:
+        raise HeadFormatError(f"its vocab_size {config.vocab_size} is beyond reason (largest: {_LARGEST_VOCABULARY})")
+    try:
+        with torch.device("meta"):
+            skeleton = cls(config).state_dict()
+    except RuntimeError as error:  # sizes of which each is possible, but not their product
+        raise HeadFormatError(f"its config describes tensors that are too large to exist: {error}") from error
+    wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.items()}
+    found = {name: info.shape for name, info in described.tensors.items()}
+    problems = _missing(config, set(wanted) - set(found))
+    unused = sorted(name for name, ours in described.renamed.items() if ours not in wanted)
+    if unused:
+        problems.append(f"tensors that no part of an EAGLE-3 head uses: {unused}")
+    for name in sorted(set(wanted) & set(found)):
+        if wanted[name] != found[name]:
+            problems.append(f"{name} has shape {found[name]} in the file, but the config makes it {wanted[name]}")
+    if problems:
+        raise HeadFormatError("; ".join(problems))
+
+
+def _missing(config: Eagle3DraftConfig, names: set[str]) -> list[str]:
     problems = []
-    if "d2t" in missing:
-        missing.discard("d2t")
+    whole = config.draft_vocab_size == config.vocab_size  # such heads are published without a map
+    if "d2t" in names and not whole:
         problems.append(
             f"draft vocabulary without a map: the head has {config.draft_vocab_size} of {config.vocab_size} tokens "
             "and no `d2t` tensor that says which"
         )
-    if missing:
-        problems.append(f"missing tensors {sorted(missing)}: these would stay random")
-    if info["unexpected_keys"]:
-        problems.append(f"tensors that no part of an EAGLE-3 head uses: {sorted(info['unexpected_keys'])}")
-    for name, found, wanted in sorted(info["mismatched_keys"]):
-        problems.append(f"{name} has shape {tuple(found)} in the file, but the config makes it {tuple(wanted)}")
-    if problems:
-        raise HeadFormatError(f"{path}: " + "; ".join(problems))
-    _settle_vocabulary(draft, info, path)
+    lost = sorted(names - {"d2t", "t2d"})
+    if lost:
+        problems.append(f"missing tensors {lost}: these would stay random")
+    return problems
 
 
-def _settle_vocabulary(draft, info: dict[str, Any], path) -> None:
+def _account_for_tensors(draft, info: dict[str, Any], described: HeadDescription, path) -> None:
+    """After loading: everything that the file has is where it belongs, and means something."""
+    _separate(draft)
+    lost = set(info["missing_keys"]) & set(described.tensors) | {name for name, *_ in info["mismatched_keys"]}
+    strange = {name for name in info["unexpected_keys"] if name not in described.dropped}
+    if lost or strange:
+        raise HeadFormatError(f"{path}: transformers did not load {sorted(lost | strange)}; nothing may stay random")
+    broken = [name for name, tensor in draft.state_dict().items() if not _is_finite(tensor)]
+    if broken:
+        raise HeadFormatError(f"{path}: NaN or infinity in {broken}: its training broke, or the file is corrupt")
+    if "d2t" in described.tensors:
+        _settle_vocabulary(draft, "t2d" in described.tensors, path)
+
+
+def _separate(draft: nn.Module) -> None:
+    """Tensors of a `.bin` file may be views of one another, which cannot be saved and would be trained as one."""
+    seen: set[int] = set()
+    for tensor in (*draft.parameters(), *draft.buffers()):
+        if tensor.is_meta:
+            continue
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() in seen or memory.nbytes() != tensor.nbytes or not tensor.is_contiguous():
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        seen.add(tensor.untyped_storage().data_ptr())
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _settle_vocabulary(draft: Any, has_mask: bool, path) -> None:
     """Check the map that was loaded, and rebuild the redundant `t2d` if the file lacks it."""
     config = draft.config
-    if "d2t" in info["missing_keys"]:
-        return  # whole vocabulary: the buffers already hold the identity
-    t2d = None if "t2d" in info["missing_keys"] else draft.t2d
+    t2d = draft.t2d if has_mask else None
     try:
-        vocab.validate(draft.d2t, t2d, config.vocab_size, config.draft_vocab_size)
+        d2t, absolute = vocab.offsets_from_file(draft.d2t, t2d, config.vocab_size, config.draft_vocab_size)
     except ValueError as error:
         raise HeadFormatError(f"{path}: {error}") from error
-    draft.d2t = draft.d2t.long()  # some files store 32 bits
-    if t2d is None:
-        draft.t2d[vocab.ids_from_offsets(draft.d2t)] = True
+    if absolute:
+        logger.warning(f"{path}: its d2t holds target ids instead of offsets; they were converted")
+    draft.d2t = d2t
+    draft.t2d[vocab.ids_from_offsets(d2t)] = True
     draft._has_draft_vocab = True

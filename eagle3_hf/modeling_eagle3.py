@@ -7,7 +7,9 @@ section 3.1).
 
 import copy
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +21,16 @@ from transformers.utils import ModelOutput
 
 from . import vocab
 from .configuration_eagle3 import Eagle3DraftConfig
-from .draft_layers import Attend, CachedAttention, Eagle3DecoderLayer, Eagle3RotaryEmbedding
+from .draft_attention import CachedAttention
+from .draft_layers import Eagle3DecoderLayer, Eagle3RotaryEmbedding
+from .export.card import write_card
 from .features import Borrowed, call_at_home, check_target
+from .layouts import DROPPED_TENSORS
 from .loading import load_head
+from .tree_settings import complete_tree_settings
 from .ttt.attention import TTTAttention
 from .ttt.loss import StepLoss, Supervision, step_loss, supervised_mask, weighted_loss
 from .warm_start import new_head_config, special_ids, warm_start_body, warm_start_head
-
-
-# Drafted nodes, levels and children of an expanded node: the paper's tree (the reference's 60/7/10 counts the root).
-DEFAULT_TREE = {"num_assistant_tokens": 59, "assistant_tree_depth": 8, "assistant_tree_top_k": 10}
 
 
 @dataclass
@@ -58,6 +60,9 @@ class Eagle3PreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = False
     _supports_sdpa = True
     _no_split_modules = ["Eagle3DecoderLayer"]
+    # `loading` has compared the names by then, and knows when a file may lack a map or carry an unused norm.
+    _keys_to_ignore_on_load_unexpected = [*DROPPED_TENSORS, r"^norm\.weight$"]
+    _keys_to_ignore_on_load_missing = [r"^d2t$", r"^t2d$"]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -85,9 +90,11 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
             self.fc_norm = nn.ModuleList(
                 LlamaRMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(config.num_captured_layers)
             )
-        self.fc = nn.Linear(captured, config.hidden_size, bias=config.fc_bias)
+        if config.use_aux_hidden_state:
+            self.fc = nn.Linear(captured, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([Eagle3DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.final_norm:
+            self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.own_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = Eagle3RotaryEmbedding(config)
@@ -99,26 +106,27 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         self.stats: Any = None  # SpeculationStats of the last generate call
         self._trial = (0, 0)  # rounds and accepted drafts so far, watched over the first 64 rounds
         self.post_init()
-        _complete_tree_settings(self)
+        complete_tree_settings(self.generation_config)
 
     # ----- the forward passes ---------------------------------------------------------------------------------------
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Target features (B, T, A * Ht) -> (B, T, H); only for rows that carry target features."""
-        features = features.to(self.fc.weight.dtype)
+        features = features.to(self.layers[0].hidden_norm.weight.dtype)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
             chunks = features.split(self.config.target_hidden_size, dim=-1)
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(features)
+        return self.fc(features) if self.config.use_aux_hidden_state else features
 
     def run_layers(
-        self, hidden: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, attend: Attend
+        self, hidden: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, attend: Callable
     ) -> torch.Tensor:
         """Hidden and next tokens' embeddings (B, n, H), positions (B, n) -> (B, n, H) before the final norm."""
         embeds = embeds.to(hidden.dtype)
         rotary = self.rotary_emb(hidden, position_ids)
+        attend = partial(attend, position_ids=position_ids)
         for layer in self.layers:
             hidden = layer(hidden, embeds, rotary, attend)
         return hidden
@@ -130,7 +138,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
     def compute_logits(self, hidden: torch.Tensor, borrowed: Borrowed | None = None) -> torch.Tensor:
         """(..., H) before the final norm -> (..., D) over the draft vocabulary."""
         head = self.lm_head if self.config.own_lm_head else (borrowed or self.borrow()).lm_head
-        return head(self.norm(hidden))
+        return head(self.norm(hidden) if self.config.final_norm else hidden)
 
     def forward(
         self,
@@ -333,24 +341,35 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> "Eagle3DraftModel":
-        """Load a head saved by `save_pretrained`, or one in the SafeAILab layout (`.bin` or safetensors).
+        """Load a head saved by `save_pretrained`, or one in any published layout (docs/heads.md lists them).
 
-        Every tensor of the file is used and every parameter filled, or an error names it. The dtype is the file's
-        unless `dtype=` is given. Keywords override config fields, for example `target_layer_ids=[2, 16, 29]`.
+        Every tensor of the file is used and every parameter filled, or an error names it; what the file leaves open
+        is assumed with a warning. No code of the folder is run. The dtype is the file's unless `dtype=` is given.
+        Keywords override config fields, for example `target_layer_ids=[2, 16, 29]`.
 
         Raises:
-            HeadFormatError: no EAGLE-3 head, an unsupported dialect, a damaged or unsafe file, or tensors that do not
-                fit.
+            HeadFormatError: no EAGLE-3 head, one of a kind that is refused, a damaged or unsafe file, or tensors that
+                do not fit.
         """
-        draft, info = load_head(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
-        _complete_tree_settings(draft)
+        draft, info = load_head(cls, super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+        complete_tree_settings(draft.generation_config)
         result: Any = (draft, info) if kwargs.get("output_loading_info") else draft
         return result
 
-    def save_pretrained(self, *args, **kwargs):
-        """Save under this package's tensor names, whatever names the file had that this head was loaded from."""
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Save under this package's tensor names, whatever names the file had that this head was loaded from.
+
+        A model card is written beside the weights, unless there is one that a person wrote or edited.
+        """
         self._require_vocabulary("save_pretrained")
-        return super().save_pretrained(*args, **{"save_original_format": False, **kwargs})
+        super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
+        if kwargs.get("is_main_process", True):
+            write_card(save_directory, self.config, self.generation_config)
+
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        """transformers writes its own empty card just before it uploads."""
+        write_card(working_dir, self.config, self.generation_config)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         result = super().load_state_dict(state_dict, *args, **kwargs)
@@ -376,12 +395,3 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
 def _take_rows(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """(B, T, H) at rows (B, R) -> (B, R, H)."""
     return tokens.gather(1, rows[..., None].expand(-1, -1, tokens.shape[-1]))
-
-
-def _complete_tree_settings(draft: Eagle3DraftModel) -> None:
-    """Give a generation config without tree settings (new, or of a published head) the paper's."""
-    # Where this is set, transformers saves fields that it does not know, and drops them when it loads the file.
-    draft.generation_config._from_model_config = False
-    for name, value in DEFAULT_TREE.items():
-        if getattr(draft.generation_config, name, None) is None:
-            setattr(draft.generation_config, name, value)

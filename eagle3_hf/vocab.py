@@ -118,6 +118,34 @@ def validate(
         _check_mask(t2d, ids, vocab_size)
 
 
+def offsets_from_file(d2t: Tensor, t2d: Tensor | None, vocab_size: int, draft_vocab_size: int) -> tuple[Tensor, bool]:
+    """A file's map as int64 offsets, and whether it held absolute target ids.
+
+    Every published head stores offsets; what cannot be offsets, but is an ascending list of ids, is taken for ids.
+
+    Raises:
+        ValueError: neither, in the words of [`validate`].
+    """
+    try:
+        validate(d2t, t2d, vocab_size, draft_vocab_size)
+    except ValueError as error:
+        if not _could_be_ids(d2t, vocab_size, draft_vocab_size):
+            raise
+        offsets = d2t.long() - torch.arange(d2t.numel(), device=d2t.device)
+        try:
+            validate(offsets, t2d, vocab_size, draft_vocab_size)
+        except ValueError:
+            raise error from None  # read as what every published head stores
+        return offsets, True
+    return d2t.long(), False
+
+
+def _could_be_ids(d2t: Tensor, vocab_size: int, draft_vocab_size: int) -> bool:
+    if d2t.shape != (draft_vocab_size,) or d2t.is_floating_point() or d2t.dtype == torch.bool or not d2t.numel():
+        return False
+    return bool((d2t[1:] > d2t[:-1]).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab_size
+
+
 def coverage(counts: Tensor, ids: Tensor) -> float:
     """Share of the counted tokens `(V,)` that the ids `(D,)` cover; 1.0 when nothing was counted."""
     counts = _checked_counts(counts)

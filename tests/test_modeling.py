@@ -4,19 +4,25 @@ import copy
 import gc
 import io
 import json
+import math
 import pickle
 import threading
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, modeling_utils
+from transformers.utils import hub
 
 from drafts import draft_of, set_tree, target_of
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
-from eagle3_hf.draft_layers import CachedAttention, DraftCache
+from eagle3_hf.draft_attention import CachedAttention, DraftCache
 from eagle3_hf.features import FeatureReader
 from eagle3_hf.ttt.attention import TTTAttention
 from eagle3_hf.ttt.loss import Supervision
@@ -30,6 +36,10 @@ WHOLE = {"draft_vocab_size": VOCAB_SIZE}
 BORROWS_ALL = {**WHOLE, "own_lm_head": False}
 BIASES = {"attention_bias": True, "mlp_bias": True, "fc_bias": True}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+LATENT |= {"num_key_value_heads": None, "head_dim": None}
+DEEPSEEK_YARN = YARN | {"factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.3}
 VARIANTS = {
     "grouped queries": {},
     "one key head": {"num_key_value_heads": 1},
@@ -47,6 +57,22 @@ VARIANTS = {
     "borrowed head": BORROWS_ALL,
     "two features": {"target_layer_ids": [0, 4]},
     "yarn": {"rope_parameters": YARN, "max_position_embeddings": 256},
+    "biased output": {"attention_output_bias": True},
+    "all biased but the output": {"attention_bias": True, "attention_output_bias": False},
+    "half of the head rotated": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "odd part rotated": {"head_dim": 10, "rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}},
+    "no final norm": {"final_norm": False},
+    "final output alone": {"use_aux_hidden_state": False, "target_layer_ids": None},
+    "window": {"layer_types": ["sliding_attention"], "sliding_window": 4},
+    "window of one": {"layer_types": ["sliding_attention"], "sliding_window": 1},
+    "window beyond the text": {"layer_types": ["sliding_attention"], "sliding_window": 64},
+    "window in every other layer": {"num_hidden_layers": 3, "sliding_window": 3, "norm_output": True}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "latent": LATENT,
+    "latent, halves rotated": {**LATENT, "rope_interleave": False, "attention_bias": True},
+    "latent, low-rank queries": {**LATENT, "q_lora_rank": 20, "rope_parameters": DEEPSEEK_YARN},
+    "latent with windows": {**LATENT, "q_lora_rank": 20, "attention_bias": True, "num_hidden_layers": 2}
+    | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3},
     "all at once": {**BIASES, "qk_norm": True, "num_hidden_layers": 3, "norm_before_residual": True, "fc_norm": True}
     | {"norm_output": True, **NARROW},
 }
@@ -102,8 +128,41 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def turned(x: torch.Tensor, frequencies: torch.Tensor, scale: float) -> torch.Tensor:
     """Rotary positions of (T, heads, hd), halves paired."""
     angles = torch.arange(x.shape[0])[:, None, None] * frequencies
+    x, rest = x[..., : 2 * len(frequencies)], x[..., 2 * len(frequencies) :]
     cos, sin, (left, right) = angles.cos() * scale, angles.sin() * scale, x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], dim=-1)
+
+
+def grouped_heads(config, inputs, linear, normed, rotary):
+    """Query, key and value (T, heads, width) of ordinary attention, and the scale of the scores."""
+    query, key, value = (linear(inputs, f"{part}_proj").unflatten(-1, (-1, config.head_dim)) for part in "qkv")
+    if config.qk_norm:
+        query, key = normed(query, "q_norm"), normed(key, "k_norm")
+    query, key = turned(query, *rotary), turned(key, *rotary)
+    group = config.num_attention_heads // config.num_key_value_heads
+    return query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), config.head_dim**-0.5
+
+
+def latent_heads(config, inputs, linear, normed, rotary):
+    """The same of latent attention (DeepSeek-V2, equations 9 to 19)."""
+    if config.q_lora_rank is None:
+        query = linear(inputs, "q_proj")
+    else:
+        query = linear(normed(linear(inputs, "q_a_proj"), "q_a_layernorm"), "q_b_proj")
+    query = query.unflatten(-1, (config.num_attention_heads, -1))
+    latent, shared = linear(inputs, "kv_a_proj_with_mqa").tensor_split([config.kv_lora_rank], dim=-1)
+    expanded = linear(normed(latent, "kv_a_layernorm"), "kv_b_proj").unflatten(-1, (config.num_attention_heads, -1))
+    key, value = expanded.tensor_split([config.qk_nope_head_dim], dim=-1)
+    query, rotated = query.tensor_split([config.qk_nope_head_dim], dim=-1)
+    shared = shared[:, None].expand_as(rotated)
+    if config.rope_interleave:  # neighbours are a pair
+        rotated, shared = (torch.cat([x[..., ::2], x[..., 1::2]], dim=-1) for x in (rotated, shared))
+    query = torch.cat([query, turned(rotated, *rotary)], dim=-1)
+    key = torch.cat([key, turned(shared, *rotary)], dim=-1)
+    rope, scale = config.rope_parameters, query.shape[-1] ** -0.5
+    if "mscale_all_dim" in rope:
+        scale *= (1 + 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"])) ** 2
+    return query, key, value, scale
 
 
 def spelled_out(draft, borrowed, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -119,7 +178,7 @@ def spelled_out(draft, borrowed, ids: torch.Tensor, features: torch.Tensor) -> t
     if config.fc_norm:
         chunks = features.chunk(config.num_captured_layers, dim=-1)
         features = torch.cat([rms_norm(chunk, w[f"fc_norm.{i}.weight"]) for i, chunk in enumerate(chunks)], dim=-1)
-    hidden, embeds = linear(features, "fc"), borrowed.embed(ids)
+    hidden, embeds = linear(features, "fc") if "fc.weight" in w else features, borrowed.embed(ids)
     for i in range(config.num_hidden_layers):
         name = f"layers.{i}"
         inputs, residual = rms_norm(hidden, w[f"{name}.input_layernorm.weight"]), hidden
@@ -127,23 +186,23 @@ def spelled_out(draft, borrowed, ids: torch.Tensor, features: torch.Tensor) -> t
             normed = rms_norm(hidden, w[f"{name}.hidden_norm.weight"])
             inputs = torch.cat([rms_norm(embeds, w[f"{name}.input_layernorm.weight"]), normed], dim=-1)
             residual = normed if config.norm_before_residual else hidden
-        query, key, value = (
-            linear(inputs, f"{name}.self_attn.{part}_proj").unflatten(-1, (-1, config.head_dim)) for part in "qkv"
+        query, key, value, scale = (latent_heads if config.kv_lora_rank else grouped_heads)(
+            config,
+            inputs,
+            lambda x, part, name=name: linear(x, f"{name}.self_attn.{part}"),
+            lambda x, part, name=name: rms_norm(x, w[f"{name}.self_attn.{part}.weight"]),
+            rotary,
         )
-        if config.qk_norm:
-            query = rms_norm(query, w[f"{name}.self_attn.q_norm.weight"])
-            key = rms_norm(key, w[f"{name}.self_attn.k_norm.weight"])
-        group = config.num_attention_heads // config.num_key_value_heads
-        query, key = turned(query, *rotary), turned(key, *rotary)
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", query, key) / config.head_dim**0.5
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        slides = config.layer_types is not None and config.layer_types[i] == "sliding_attention"
+        before = torch.arange(len(ids))[:, None] - torch.arange(len(ids))  # how far each key lies behind each query
+        unseen = (before < 0) | (before >= (config.sliding_window if slides else len(ids)))
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
         hidden = residual + linear(torch.einsum("hqk,khd->qhd", weights, value).flatten(1), f"{name}.self_attn.o_proj")
         mlp = rms_norm(hidden, w[f"{name}.post_attention_layernorm.weight"])
         mlp = nn.functional.silu(linear(mlp, f"{name}.mlp.gate_proj")) * linear(mlp, f"{name}.mlp.up_proj")
         hidden = hidden + linear(mlp, f"{name}.mlp.down_proj")
-    normed = rms_norm(hidden, w["norm.weight"])
+    normed = rms_norm(hidden, w["norm.weight"]) if "norm.weight" in w else hidden
     return linear(normed, "lm_head") if config.own_lm_head else borrowed.lm_head(normed)
 
 
@@ -486,8 +545,44 @@ def test_tree_settings_of_a_new_head_are_the_papers_and_partial_ones_are_complet
     assert Eagle3DraftModel.from_pretrained(tmp_path).generation_config.assistant_tree_depth == 8
 
 
-def test_push_to_hub_is_transformers_own():
-    assert Eagle3DraftModel.push_to_hub is PreTrainedModel.push_to_hub
+class Hub:
+    """Keeps what would be uploaded; the rest of a push is transformers' own."""
+
+    def __init__(self, monkeypatch):
+        self.files: dict[str, bytes] = {}
+
+        def create_repo(*args, **kwargs):
+            return SimpleNamespace(repo_id="somebody/a-head")
+
+        def create_commit(*args, operations, **kwargs):
+            self.files = {part.path_in_repo: Path(part.path_or_fileobj).read_bytes() for part in operations}
+
+        monkeypatch.setattr(HfApi, "create_repo", create_repo)
+        monkeypatch.setattr(HfApi, "create_commit", create_commit)
+        for module in (hub, modeling_utils):  # transformers up to 5.22 holds on to the functions
+            for function in (create_repo, create_commit):
+                monkeypatch.setattr(module, function.__name__, function, raising=False)
+        monkeypatch.setattr(hub.ModelCard, "load", staticmethod(self.no_card))
+
+    @staticmethod
+    def no_card(repo_id, **kwargs):
+        raise EntryNotFoundError.__new__(EntryNotFoundError)  # its arguments differ between versions of the library
+
+
+def test_a_push_uploads_what_a_save_writes(monkeypatch, tmp_path):
+    uploaded, draft = Hub(monkeypatch), new_head()
+    draft.push_to_hub("somebody/a-head")
+    for name, content in uploaded.files.items():
+        (tmp_path / name).write_bytes(content)
+    assert uploaded.files.keys() == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    loaded = Eagle3DraftModel.from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    card = uploaded.files["README.md"].decode()
+    assert "1, 2, 4 as `hidden_states` indices" in card
+    assert "[More Information Needed]" not in card
+    uploaded.files.clear()
+    draft.save_pretrained(str(tmp_path / "a-head"), push_to_hub=True, repo_id="somebody/a-head")
+    assert "1, 2, 4 as `hidden_states` indices" in uploaded.files["README.md"].decode()
 
 
 def test_state_dict_of_a_set_vocabulary_sets_it():

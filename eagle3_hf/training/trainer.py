@@ -15,6 +15,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
 from ..acceptance import simulated_acceptance_length
+from ..export.card import write_card
 from ..modeling_eagle3 import Eagle3DraftModel, Eagle3DraftOutput
 from ..ttt.loss import IGNORE_INDEX
 from ..vocab import build_draft_vocab, coverage, record_tokenizer
@@ -146,6 +147,12 @@ class Eagle3Trainer(Trainer):
 
     def _new_teacher(self) -> Teacher:
         return Teacher(self.target_model, self.model.config.target_layer_ids, self.model.draft_vocab_ids())
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """The head's own card in place of transformers', which describes a fine-tuned model."""
+        if self.is_world_process_zero():
+            draft = self.accelerator.unwrap_model(self.model)
+            write_card(self.args.output_dir, draft.config, draft.generation_config)
 
     def _load_from_checkpoint(self, *args, **kwargs):
         super()._load_from_checkpoint(*args, **kwargs)

@@ -1,0 +1,276 @@
+"""The model card of a head: text from its config and generation config, written where nobody has written one.
+
+A card of ours carries a checksum of itself. While that fits, a later save may write a new one; as soon as a person has
+changed a word or a tag it no longer fits, and the card is theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CardData, ModelCard, ModelCardData
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from ..configuration_eagle3 import Eagle3DraftConfig
+from ..tree_settings import PAPER_TREE
+from .engines import CHAIN
+from .obstacles import ENGINES, is_mla, obstacles
+
+
+logger = logging.get_logger(__name__)
+
+CARD_FILE = "README.md"
+Acceptance = Mapping[str, Mapping[str, float | str]]
+
+_MARK = "<!-- Written by eagle3_hf. Edit this card and no save will overwrite it. Checksum {checksum} -->"
+_MARK_PATTERN = re.compile(r"<!-- Written by eagle3_hf\..*?Checksum ([0-9a-f]{16}) -->\n*")
+# What transformers says in the empty card that it writes on a push.
+_EMPTY_PATTERN = re.compile(r"This is the model card of a .* has been automatically generated\.")
+_TAGS = ["eagle3", "speculative-decoding", "draft-model"]
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators"}
+
+
+def card_text(
+    config: Eagle3DraftConfig,
+    generation_config: GenerationConfig | None = None,
+    *,
+    engine: str = "eagle3-hf",
+    coverage: float | None = None,
+    acceptance: Acceptance | None = None,
+    tags: Iterable[str] = (),
+) -> str:
+    """A model card with valid metadata, which [`write_card`] will recognise as untouched.
+
+    Args:
+        config: Of the head.
+        generation_config: Holds the tree that is saved with the head.
+        engine: Layout of the folder: "eagle3-hf", "vllm", "sglang" or "speculators".
+        coverage: Share of the training targets that the draft vocabulary contains, 0 to 1.
+        acceptance: A table: for each row's name (a task) its columns, such as `{"tau": 2.45, "speed-up": "1.56x"}`.
+        tags: Of the metadata, besides ours.
+    """
+    name = config.target_name_or_path if looks_like_hub_id(config.target_name_or_path) else None
+    sections = [
+        f"# EAGLE-3 head for {name.split('/')[-1] if name else _target_in_words(config)}",
+        "A draft head for speculative decoding: it guesses the next tokens of its target, the target checks them, and "
+        "the text stays the target's own.",
+        _table(_facts(config, generation_config, coverage)),
+        _acceptance(acceptance),
+        _usage(name),
+        _serving(config, name, engine),
+    ]
+    return _signed(_metadata(name, engine, tags), "\n\n".join(section for section in sections if section))
+
+
+def write_card(
+    folder: str | os.PathLike,
+    config: Eagle3DraftConfig,
+    generation_config: GenerationConfig | None = None,
+    **about: Any,
+) -> Path | None:
+    """Write [`card_text`] to the folder's `README.md` unless a person wrote or edited what is there.
+
+    Never raises: a card is no reason to lose a save; what goes wrong is logged.
+
+    Args:
+        folder: Of the saved head.
+        config, generation_config, about: Of [`card_text`].
+
+    Returns:
+        The card's path, or `None` where it was left as it was.
+    """
+    path = Path(folder) / CARD_FILE
+    try:
+        if path.exists():
+            text = path.read_text(encoding="utf-8")
+            if not is_replaceable(text):
+                return None
+            about = {**about, "tags": [*about.get("tags", ()), *(ModelCard(text).data.to_dict().get("tags") or ())]}
+        path.write_text(card_text(config, generation_config, **about), encoding="utf-8")
+    except Exception as error:
+        logger.warning(f"No model card was written to {path}: {error}")
+        return None
+    return path
+
+
+def is_replaceable(text: str) -> bool:
+    """Whether a card is ours and untouched, or transformers' empty template. Line ends do not count as an edit."""
+    mark, empty = _MARK_PATTERN.search(text), _EMPTY_PATTERN.search(text)
+    card = ModelCard(text.replace("\r\n", "\n"))
+    if mark is None:
+        return empty is not None and _is_empty_template(card, empty.group())
+    return mark.group(1) == _checksum(card.data, _MARK_PATTERN.sub("", card.text))
+
+
+def looks_like_hub_id(name: str | None) -> bool:
+    """Two words of the Hub's alphabet, and no folder here of that name."""
+    return bool(name and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not Path(name).exists())
+
+
+def serve_command(engine: str, target: str, head: str) -> str:
+    """The shell command that serves `target` with the head in folder or repository `head`."""
+    if engine == "sglang":
+        return (
+            f"python -m sglang.launch_server --model-path {target} \\\n"
+            f"  --speculative-algorithm EAGLE3 --speculative-draft-model-path {head} \\\n"
+            f"  --speculative-num-steps {CHAIN} --speculative-eagle-topk 1 --speculative-num-draft-tokens {CHAIN + 1}"
+        )
+    settings = {"method": "eagle3", "model": head, "num_speculative_tokens": CHAIN}
+    return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'"
+
+
+def _is_empty_template(card: ModelCard, description: str) -> bool:
+    """Whether nothing was filled in since the template was rendered."""
+    metadata = ModelCardData(**card.data.to_dict())
+    return ModelCard.from_template(metadata, model_description=description).text.strip() == card.text.strip()
+
+
+# ----- the card's own signature --------------------------------------------------------------------------------------
+
+
+def _signed(metadata: ModelCardData, body: str) -> str:
+    mark = _MARK.format(checksum=_checksum(metadata, body))
+    return f"---\n{metadata.to_yaml().strip()}\n---\n\n{mark}\n\n{body.strip()}\n"
+
+
+def _checksum(metadata: CardData, body: str) -> str:
+    """Of what is said, not of how the Hub's tools lay out the metadata."""
+    content = json.dumps(metadata.to_dict(), sort_keys=True, default=str) + body.strip()
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+# ----- its parts -----------------------------------------------------------------------------------------------------
+
+
+def _metadata(name: str | None, engine: str, tags: Iterable[str]) -> ModelCardData:
+    base: dict[str, Any] = {} if name is None else {"base_model": name, "base_model_relation": "adapter"}
+    return ModelCardData(
+        library_name="transformers" if engine == "eagle3-hf" else engine,
+        pipeline_tag="text-generation",
+        tags=list(dict.fromkeys([*_TAGS, *tags])),
+        **base,
+    )
+
+
+def _target_in_words(config: Eagle3DraftConfig) -> str:
+    return f"a {config.target_model_type} model" if config.target_model_type else "its target"
+
+
+def _facts(
+    config: Eagle3DraftConfig, generation_config: GenerationConfig | None, coverage: float | None
+) -> dict[str, str]:
+    facts = {
+        "layers read": _layers_in_words(config),
+        "draft vocabulary": _vocabulary_in_words(config, coverage),
+        "draft layers": _draft_layers_in_words(config),
+        "embedding": "its own" if config.own_embeddings else "the target's, borrowed",
+    }
+    if not config.own_lm_head:
+        facts["output layer"] = "the target's, borrowed"
+    facts["RoPE"] = _rope_in_words(config)
+    variants = _variants(config)
+    if variants:
+        facts["variants"] = ", ".join(variants)
+    tree = [getattr(generation_config, field, None) for field in PAPER_TREE]
+    if all(isinstance(value, int) for value in tree):
+        facts["tree saved with it"] = "{} / {} / {} (drafted nodes / levels / children per node)".format(*tree)
+    return facts
+
+
+def _layers_in_words(config: Eagle3DraftConfig) -> str:
+    ids, layers = config.target_layer_ids, config.target_num_hidden_layers
+    if not config.use_aux_hidden_state:
+        return "the target's output after its final norm, alone"
+    if ids is None:
+        return "not recorded: settled when the head meets its target"
+    words = ["the embedding's output" if i == 0 else f"the output of block {i - 1}" for i in ids]
+    of = f" of {layers} (counted from 0)" if layers is not None else " (counted from 0)"
+    return f"{', '.join(map(str, ids))} as `hidden_states` indices: {', '.join(words)}{of}"
+
+
+def _vocabulary_in_words(config: Eagle3DraftConfig, coverage: float | None) -> str:
+    if config.draft_vocab_size == config.vocab_size:
+        return f"the target's, {config.vocab_size:,} tokens"
+    covered = "" if coverage is None else f", {coverage:.1%} of the training targets"
+    return f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens{covered}"
+
+
+def _draft_layers_in_words(config: Eagle3DraftConfig) -> str:
+    width = f"width {config.hidden_size}"
+    if config.hidden_size != config.target_hidden_size:
+        width += f" (the target's is {config.target_hidden_size})"
+    return f"{config.num_hidden_layers}, {width}"
+
+
+def _rope_in_words(config: Eagle3DraftConfig) -> str:
+    rope = config.rope_parameters or {}
+    return f"{rope.get('rope_type', 'default')}, base {rope.get('rope_theta', config.default_theta):g}"
+
+
+def _variants(config: Eagle3DraftConfig) -> list[str]:
+    words = {
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output (EAGLE-3.1)": config.norm_output,
+        "no final norm": not config.final_norm,
+        "norms of queries and keys": config.qk_norm,
+        "biases": config.attention_bias or config.mlp_bias or config.fc_bias,
+        f"window of {config.sliding_window}": "sliding_attention" in (config.layer_types or ()),
+        "latent attention (MLA)": is_mla(config),
+    }
+    return [word for word, holds in words.items() if holds]
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())])
+
+
+def _acceptance(acceptance: Acceptance | None) -> str:
+    if not acceptance:
+        return ""
+    columns = list(dict.fromkeys(column for row in acceptance.values() for column in row))
+    lines = ["| task | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for task, row in acceptance.items():
+        lines.append("| " + " | ".join([task, *(str(row.get(column, "")) for column in columns)]) + " |")
+    meaning = "tau is the number of tokens that a forward pass of the target yields; plain decoding has 1."
+    return "\n\n".join(["## Acceptance", "\n".join(lines), meaning])
+
+
+def _usage(name: str | None) -> str:
+    """Every layout loads here."""
+    code = f'''```python
+from transformers import AutoModelForCausalLM
+from eagle3_hf import Eagle3DraftModel
+
+target = AutoModelForCausalLM.from_pretrained("{name or "TARGET"}")
+draft = Eagle3DraftModel.from_pretrained("THIS_HEAD")
+output = target.generate(**inputs, assistant_model=draft)
+```'''
+    return f"## Use it in transformers\n\n{code}"
+
+
+def _serving(config: Eagle3DraftConfig, name: str | None, engine: str) -> str:
+    target = name or "TARGET"
+    if engine != "eagle3-hf":
+        command = serve_command(engine, target, "THIS_HEAD")
+        return f"## Serve it\n\nThis folder is in the layout of {_TITLES[engine]}.\n\n```bash\n{command}\n```"
+    parts = ["## Serve it"]
+    for other in ENGINES:
+        reasons = obstacles(config, other)
+        if reasons:
+            parts.append(f"**{_TITLES[other]}** cannot run it:\n\n" + "\n".join(f"- {reason}" for reason in reasons))
+            continue
+        convert = f"eagle3-hf convert THIS_HEAD OUT --to {other} --target {target}"
+        parts.append(f"**{_TITLES[other]}**:\n\n```bash\n{convert}\n{serve_command(other, target, 'OUT')}\n```")
+    return "\n\n".join(parts)
+
+
+__all__ = ["CARD_FILE", "card_text", "is_replaceable", "looks_like_hub_id", "serve_command", "write_card"]

@@ -1,0 +1,27 @@
+"""Published heads: which dialect a folder speaks, and its config and tensor names in our canonical words.
+
+Dialects are told apart by content (config keys, tensor names and shapes), never by a `model_type` or class name, since
+published heads claim to be `llama` and other projects use our class names. A new dialect begins in `dialects` (what
+tells it apart), `names` (its tensor names) and `describe` (its config keys).
+"""
+
+from .describe import HeadDescription, describe
+from .dialects import check_is_head, is_own_layout
+from .errors import HeadFormatError, shortened
+from .names import DROPPED_TENSORS, WEIGHT_RENAMINGS
+from .tensors import TensorInfo, float_dtype, read_tensor_table
+
+
+__all__ = [
+    "DROPPED_TENSORS",
+    "WEIGHT_RENAMINGS",
+    "HeadDescription",
+    "HeadFormatError",
+    "TensorInfo",
+    "check_is_head",
+    "describe",
+    "float_dtype",
+    "is_own_layout",
+    "read_tensor_table",
+    "shortened",
+]

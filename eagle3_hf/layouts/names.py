@@ -1,0 +1,71 @@
+"""Tensor names of every dialect, in one declared table of renamings to ours.
+
+The table goes to transformers as `key_mapping`; `rename` applies it to the names alone, so that everything can be
+checked before a byte is loaded.
+"""
+
+import re
+from collections.abc import Iterable
+
+from .errors import HeadFormatError
+
+
+# Pattern -> replacement, applied in this order, each at most once a name.
+WEIGHT_RENAMINGS = {
+    r"^model\.": "",  # NeMo AutoModel
+    r"^midlayer\.(\d+)\.": r"layers.\1.",  # ModelOpt, several layers
+    r"^midlayer\.(?!\d+\.)": "layers.0.",  # SafeAILab, SpecForge, AngelSlim, ModelOpt
+    r"^layers\.([1-9]\d*)\.hidden_norm\.": r"layers.\1.input_layernorm.",  # SGLang calls later layers' norm so
+    r"^aux_norm_low\.": "fc_norm.0.",  # SGLang's first names of EAGLE-3.1's norms
+    r"^aux_norm_mid\.": "fc_norm.1.",
+    r"^aux_norm_high\.": "fc_norm.2.",
+}
+
+# What some files carry and no draft reads: tables that follow from the config, and copies of the target's weights that
+# only a trainer needs.
+DROPPED_TENSORS = (r"rotary_emb\.inv_freq$", r"^verifier_lm_head\.", r"^verifier_norm\.")
+
+
+def canonical_name(name: str) -> str:
+    """Our name for a tensor of any dialect."""
+    for pattern, replacement in WEIGHT_RENAMINGS.items():
+        name = re.sub(pattern, replacement, name, count=1)
+    return name
+
+
+def is_dropped(name: str) -> bool:
+    """Whether the tensor of this canonical name carries nothing that a draft reads."""
+    return any(re.search(pattern, name) for pattern in DROPPED_TENSORS)
+
+
+def rename(names: Iterable[str]) -> dict[str, str]:
+    """File name -> our name.
+
+    Raises:
+        HeadFormatError: two tensors of the file would become one.
+    """
+    renamed: dict[str, str] = {}
+    owner: dict[str, str] = {}
+    for name in sorted(names):
+        ours = canonical_name(name)
+        if ours in owner:
+            raise HeadFormatError(f"its tensors {owner[ours]} and {name} are two of the same kind ({ours})")
+        owner[ours] = name
+        renamed[name] = ours
+    return renamed
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """How many draft layers the (canonical) names speak of; configs are known to say the target's number here.
+
+    Raises:
+        HeadFormatError: a layer is missing in between.
+    """
+    found = sorted({int(match[1]) for name in names if (match := re.match(r"layers\.(\d{1,4})\.", name))})
+    if found != list(range(len(found))):
+        raise HeadFormatError(f"its draft layers are numbered {found}: layer {_first_gap(found)} is missing")
+    return len(found)
+
+
+def _first_gap(found: list[int]) -> int:
+    return next(i for i in range(len(found) + 1) if i not in found)
