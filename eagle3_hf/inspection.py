@@ -1,0 +1,238 @@
+"""What a head is, what it reads and borrows, and whether it fits a target: from configs and headers alone.
+
+No weights are read, neither the head's nor the target's, so that a head can be looked at before gigabytes are
+downloaded or loaded, and every problem is listed, not only the first.
+"""
+
+import copy
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from .configuration_eagle3 import Eagle3DraftConfig
+from .features import check_target, decoder_blocks, num_target_layers
+from .layouts import HeadDescription, HeadFormatError
+from .loading import canonical_config, check_tensors, describe_head
+from .modeling_eagle3 import Eagle3DraftModel
+
+
+_VOCABULARY = ("d2t", "t2d")
+_FOR_BOTH = ("cache_dir", "local_files_only", "token")  # arguments of the Hub that hold for the target too
+# Fields that tie a head to its target, by what is compared together.
+_ASPECTS = (
+    {"target_hidden_size"},
+    {"vocab_size"},
+    {"target_num_hidden_layers"},
+    {"target_layer_ids", "guessed_layer_ids"},
+)
+_NOT_SHOWN = {"architectures", "dtype", "return_dict", "transformers_version", "model_type", "id2label", "label2id"}
+_NOT_SHOWN |= {"output_hidden_states", "output_attentions", "is_encoder_decoder", "chunk_size_feed_forward"}
+_NOT_SHOWN |= {"problem_type", "tie_word_embeddings", "rope_parameters", "_name_or_path"}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A head looked at; `str()` is the report.
+
+    Attributes:
+        path: Folder or repository of the head.
+        described: What its files say.
+        config: The same as the config that loading would build; layer ids are settled where a target was given.
+        problems: Why it cannot be loaded, or does not fit the target; empty if all is well.
+        target_name: What it was compared with, if anything.
+        target_layers: Decoder blocks of that target.
+    """
+
+    path: str
+    described: HeadDescription
+    config: Eagle3DraftConfig
+    problems: list[str]
+    target_name: str | None = None
+    target_layers: int | None = None
+
+    @property
+    def own_parameters(self) -> int:
+        """Parameters in the file."""
+        tensors = self.described.tensors
+        return sum(math.prod(info.shape) for name, info in tensors.items() if name not in _VOCABULARY)
+
+    @property
+    def borrowed(self) -> dict[str, int]:
+        """Parts that the target lends, and their parameters."""
+        size, config = self.config.vocab_size * self.config.hidden_size, self.config
+        lent = {"embedding": not config.own_embeddings, "output layer": not config.own_lm_head}
+        return {part: size for part, is_lent in lent.items() if is_lent}
+
+    def __str__(self) -> str:
+        sections = [_summary(self), *_reading(self), "", *_listed("fields", _fields(self.config))]
+        sections += _listed("notes", self.described.notes) + _listed("dropped tensors", self.described.dropped)
+        sections += [f"ignored keys   {', '.join(self.described.ignored) or 'none'}", *_verdict(self)]
+        return "\n".join(sections)
+
+
+def inspect_head(
+    path: str | os.PathLike, target: str | os.PathLike | PreTrainedModel | None = None, **kwargs: Any
+) -> Inspection:
+    """Look at a head without loading its weights.
+
+    Args:
+        path: Folder or Hub id of the head, in any layout that loads.
+        target: Folder or Hub id of a target, of which only the config is read, or a model.
+        kwargs: Of `from_pretrained`; names of config fields override the file's, as they do at load.
+
+    Raises:
+        HeadFormatError: not an EAGLE-3 head, or one that contradicts itself.
+    """
+    hub = {name: kwargs[name] for name in _FOR_BOTH if name in kwargs}
+    described = describe_head(path, **kwargs)
+    config = canonical_config(path, described)
+    problems = _own_problems(config, described)
+    if target is None:
+        return Inspection(str(path), described, config, problems)
+    model = target if isinstance(target, PreTrainedModel) else _without_weights(target, hub)
+    problems += _misfits(config, model)
+    name = model.config._name_or_path or type(model).__name__
+    return Inspection(str(path), described, config, problems, str(name), num_target_layers(model))
+
+
+def _own_problems(config: Eagle3DraftConfig, described: HeadDescription) -> list[str]:
+    try:
+        check_tensors(Eagle3DraftModel, config, described)
+    except HeadFormatError as error:
+        return str(error).split("; ")
+    return []
+
+
+# ----- the target ----------------------------------------------------------------------------------------------------
+
+
+def _without_weights(target: str | os.PathLike, hub: dict[str, Any]) -> PreTrainedModel:
+    """The model of a config, on the meta device: its modules and none of its numbers."""
+    config = AutoConfig.from_pretrained(target, **hub)
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    with torch.device("meta"):
+        return (AutoModelForCausalLM if known else AutoModelForImageTextToText).from_config(config)
+
+
+def _misfits(config: Eagle3DraftConfig, target: PreTrainedModel) -> list[str]:
+    """Everything that `check_target` would refuse, one aspect at a time, since it stops at the first.
+
+    What it settles (layer ids that the file left open) is settled in `config`.
+    """
+    text_config = target.config.get_text_config()
+    fitting = {
+        "target_hidden_size": text_config.hidden_size,
+        "vocab_size": text_config.vocab_size,
+        "target_num_hidden_layers": None,
+        "target_layer_ids": [0],
+        "guessed_layer_ids": False,
+    }
+    found = []
+    for aspect in _ASPECTS:
+        trial = copy.copy(config)
+        for name in fitting.keys() - aspect:
+            setattr(trial, name, fitting[name])
+        found += _complaint(check_target, trial, target)
+        for name in aspect:
+            setattr(config, name, getattr(trial, name))
+    found += _complaint(decoder_blocks, target)
+    if config.own_lm_head is False and target.get_output_embeddings() is None:
+        found.append(f"this head borrows an output layer, and {type(target).__name__} has none to lend")
+    return list(dict.fromkeys(found))
+
+
+def _complaint(check, *args) -> list[str]:
+    try:
+        check(*args)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+# ----- the report ----------------------------------------------------------------------------------------------------
+
+
+def where(layer_id: int, num_layers: int | None = None) -> str:
+    """A `hidden_states` index in words.
+
+    Args:
+        layer_id: The index; -1 is the state after the final norm.
+        num_layers: Blocks of the target, if known.
+    """
+    if layer_id == -1:
+        return "output of the last block after the final norm"
+    if layer_id == 0:
+        return "output of the embedding, input of block 0"
+    if layer_id == num_layers:
+        return f"output of block {layer_id - 1}, the last, before the final norm (no entry of hidden_states)"
+    return f"output of block {layer_id - 1}, input of block {layer_id}"
+
+
+def _summary(found: Inspection) -> str:
+    config, size = found.config, found.own_parameters
+    lent = [f"{part} ({_count(number)} parameters)" for part, number in found.borrowed.items()]
+    share = "every token" if config.draft_vocab_size == config.vocab_size else f"{config.draft_vocab_size} tokens"
+    return "\n".join(
+        [
+            f"head           {found.path}",
+            f"dialect        {found.described.dialect}",
+            f"parameters     {_count(size)} in the file, {str(config.dtype).removeprefix('torch.')}",
+            f"borrows        {', '.join(lent) or 'nothing'}",
+            f"drafts         {share} of a vocabulary of {config.vocab_size}",
+            f"rope           {_rope(config)}",
+        ]
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3f} B" if number >= 10**6 else f"{number:,}"
+
+
+def _rope(config: Eagle3DraftConfig) -> str:
+    rope = dict(config.rope_parameters)
+    rope_type, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", None)
+    numbers = ", ".join(f"{name} {value}" for name, value in sorted(rope.items()))
+    scaling = "no scaling" if rope_type == "default" else rope_type
+    return f"base {theta}, {scaling}{f' ({numbers})' if numbers else ''}"
+
+
+def _reading(found: Inspection) -> list[str]:
+    """The table layer id -> hidden_states index -> block."""
+    config, ids = found.config, found.config.target_layer_ids
+    line = f"reads          {config.num_captured_layers} state(s) of a target of width {config.target_hidden_size}"
+    if ids is None:
+        return [f"{line}; its file names no layers: [2, L // 2, L - 3] of a target of L blocks is used"]
+    stated = found.described.fields.get("target_layer_ids")
+    if stated is None and config.use_aux_hidden_state:
+        line += f"; its file names no layers: the reference's rule for {found.target_layers} blocks"
+    elif stated not in (None, ids):
+        line += f"; its file's numbers were taken for {stated} until this target said otherwise"
+    elif config.guessed_layer_ids:
+        line += "; what its file's numbers mean is a guess, see notes"
+    rows = [f"    {i:>4}  {f'hidden_states[{i}]':<20} {where(i, found.target_layers)}" for i in ids]
+    return [line, f"    {'id':>4}  {'index':<20} block", *rows]
+
+
+def _fields(config: Eagle3DraftConfig) -> list[str]:
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_SHOWN and value is not None}
+    return [f"{name} = {value}" for name, value in sorted(fields.items())]
+
+
+def _listed(title: str, lines: list[str]) -> list[str]:
+    return [title, *(f"    {line}" for line in lines)] if lines else [f"{title:<14} none"]
+
+
+def _verdict(found: Inspection) -> list[str]:
+    if found.target_name is None:
+        return _listed("problems", found.problems)
+    blocks = f"{found.target_name} ({found.target_layers} blocks)"
+    if not found.problems:
+        return [f"fits           {blocks}"]
+    return _listed(f"does not fit {blocks}", found.problems)
+
+
+__all__ = ["Inspection", "inspect_head", "where"]
