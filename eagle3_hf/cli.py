@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +29,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_datagen(commands)
     _add_bench(commands)
+    _add_inspect(commands)
+    _add_convert(commands)
     return parser
 
 
@@ -140,6 +143,73 @@ def _bench(arguments: argparse.Namespace) -> int:
         report.print_tasks(
             target, draft, tokenizer, arguments.tasks, arguments.questions, tree, arguments.ignore_noise, options
         )
+    return 0
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="say what a head is and whether it fits a target, without loading weights",
+        description="Show a head's dialect, fields, layers read, rope and what it borrows. The exit status is 1 if it "
+        "does not fit.",
+    )
+    parser.add_argument("head", metavar="HEAD", help="a local folder or a Hub id")
+    parser.add_argument("--target", help="a local folder or a Hub id, of which only the config is read")
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from eagle3_hf.inspection import inspect_head
+
+    found = inspect_head(arguments.head, arguments.target)
+    print(found)
+    return 1 if found.problems else 0
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="write a head in the layout that a serving engine loads",
+        description="Load a head of any layout and write it for one engine, or in our own layout. What the engine "
+        "cannot express is refused by name, before anything is written.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("head", metavar="HEAD", help="draft head: a local folder or a Hub id")
+    parser.add_argument("output", metavar="OUT", type=Path, help="folder to write to")
+    parser.add_argument("--to", required=True, choices=["vllm", "sglang", "speculators", "eagle3-hf"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of OUT (default: as it is)")
+    parser.add_argument("--target", help="local folder or Hub id; its weights are read only where OUT needs them")
+    parser.add_argument("--verifier", help="name of the target to write for speculators (default: the head's, TARGET)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
+    parser.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from eagle3_hf import Eagle3DraftModel
+    from eagle3_hf.export import check_folder, export_head, needs_target_weights, serve_command
+
+    check_folder(arguments.output, arguments.overwrite)  # before anything is loaded
+    draft = Eagle3DraftModel.from_pretrained(arguments.head)
+    config: Any = draft.config
+    target: Any = AutoConfig.from_pretrained(arguments.target) if arguments.target is not None else None
+    if target is not None and needs_target_weights(config, arguments.to, target):
+        target = AutoModelForCausalLM.from_pretrained(arguments.target)
+    verifier = arguments.verifier or (arguments.target if arguments.to == "speculators" else None)
+    folder = export_head(
+        draft,
+        arguments.output,
+        arguments.to,
+        target=target,
+        dtype=arguments.dtype,
+        verifier=verifier,
+        overwrite=arguments.overwrite,
+    )
+    print(f"wrote {', '.join(sorted(file.name for file in folder.iterdir()))} to {folder}")
+    if arguments.to != "eagle3-hf":
+        name = arguments.target or config.target_name_or_path or "TARGET"
+        print(f"serve it with\n\n{serve_command(arguments.to, name, str(folder))}")
     return 0
 
 
