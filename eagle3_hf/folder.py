@@ -92,9 +92,12 @@ def read_generation_config(path: str | os.PathLike, kwargs: dict[str, Any]) -> d
 
 
 def _sharded_table(path, index: str, hub: dict[str, Any], config: dict | None) -> dict[str, TensorInfo]:
-    where = _read_json(index).get("weight_map")
+    content = _read_json(index)
+    where = content.get("weight_map")
     if not isinstance(where, dict):
         raise HeadFormatError(f"{index} has no `weight_map`: corrupt, download it again")
+    if not isinstance(content.get("metadata"), dict):
+        raise HeadFormatError(f'{index} has no `metadata`, which transformers needs: add `"metadata": {{}}` to it')
     if config is not None and not is_own_layout(config):
         _check_index(path, config, set(where))
     table: dict[str, TensorInfo] = {}

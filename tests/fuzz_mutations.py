@@ -544,8 +544,10 @@ def index(case, folder: Path) -> None:
     if kind in odd and where:
         where[rng.choice(list(where))] = odd[kind]
     content: Any = {"metadata": {}, "weight_map": {} if kind == "empty" else where}
-    if rng.random() < 0.1:
-        content = rng.choice([[], {"weight_map": [1]}, {"weight_map": "x"}, {"metadata": 1, "weight_map": where}])
+    if rng.random() < 0.2:
+        content = rng.choice(
+            [[], {"weight_map": [1]}, {"weight_map": "x"}, {"metadata": 1, "weight_map": where}, {"weight_map": where}]
+        )
     (folder / f"{name}.index.json").write_text(json.dumps(content))
     case.story.append(f"an index that is {kind}")
 

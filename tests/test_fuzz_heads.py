@@ -127,6 +127,17 @@ def test_an_index_that_names_more_than_its_shards_hold(tmp_path):
     assert "its index names tensors that its shards do not hold: ['midlayer.1.mlp.up_proj.weight']" in refusal(folder)
 
 
+@pytest.mark.parametrize("metadata", [{}, {"metadata": 1}], ids=["none", "a number"])
+def test_an_index_without_metadata(tmp_path, metadata):
+    folder = changed(tmp_path, "SafeAILab shards", lambda head: None)
+    file = folder / "model.safetensors.index.json"
+    where = json.loads(file.read_text())["weight_map"]
+    file.write_text(json.dumps({**metadata, "weight_map": where}))
+    assert "has no `metadata`, which transformers needs" in refusal(folder)
+    file.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    assert torch.equal(load(folder).fc.weight, sound("SafeAILab shards").tensors["fc.weight"])
+
+
 @pytest.mark.parametrize("name", ["..", ".", "", "a\x00b", "../model.safetensors", "/etc/passwd"])
 def test_an_index_that_leads_out_of_the_folder(tmp_path, name):
     folder = changed(tmp_path, "SafeAILab shards", lambda head: None)
