@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +12,15 @@ from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command; returns the exit status (0 done, 1 refused with a message, 130 interrupted)."""
+    """Run a sub-command; returns the exit status (0 done, 1 refused with a message, 130 interrupted, 141 unread)."""
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # a pager or `head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -155,15 +162,46 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("head", metavar="HEAD", help="a local folder or a Hub id")
     parser.add_argument("--target", help="a local folder or a Hub id, of which only the config is read")
+    _add_set(parser)
     parser.set_defaults(run=_inspect)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from eagle3_hf.inspection import inspect_head
 
-    found = inspect_head(arguments.head, arguments.target)
+    found = inspect_head(arguments.head, arguments.target, **_fields(arguments.set))
     print(found)
     return 1 if found.problems else 0
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a field of the head's config that its file leaves open or gets wrong, the value as JSON, such as "
+        "target_layer_ids=[2,16,29] or norm_output=false; repeat for several",
+    )
+
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as warnings spell them
+
+
+def _fields(settings: Sequence[str]) -> dict[str, Any]:
+    """The fields of `--set`."""
+    from eagle3_hf.configuration_eagle3 import FIELDS
+
+    fields = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        try:
+            fields[name] = json.loads(_PYTHON.get(value, value))
+        except ValueError:
+            raise ValueError(f'--set {setting}: no JSON value, such as true, 16, [2,16,29] or "text"') from None
+        if name not in FIELDS:
+            raise ValueError(f"--set {setting}: {name} is no field of Eagle3DraftConfig")
+    return fields
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -181,21 +219,23 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--target", help="local folder or Hub id; its weights are read only where OUT needs them")
     parser.add_argument("--verifier", help="name of the target to write for speculators (default: the head's, TARGET)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
+    _add_set(parser)
     parser.set_defaults(run=_convert)
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from eagle3_hf import Eagle3DraftModel
     from eagle3_hf.export import check_folder, export_head, needs_target_weights, serve_command
+    from eagle3_hf.inspection import model_class
 
     check_folder(arguments.output, arguments.overwrite)  # before anything is loaded
-    draft = Eagle3DraftModel.from_pretrained(arguments.head)
+    draft = Eagle3DraftModel.from_pretrained(arguments.head, **_fields(arguments.set))
     config: Any = draft.config
     target: Any = AutoConfig.from_pretrained(arguments.target) if arguments.target is not None else None
     if target is not None and needs_target_weights(config, arguments.to, target):
-        target = AutoModelForCausalLM.from_pretrained(arguments.target)
+        target = model_class(target).from_pretrained(arguments.target)
     verifier = arguments.verifier or (arguments.target if arguments.to == "speculators" else None)
     folder = export_head(
         draft,

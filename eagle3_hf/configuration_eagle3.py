@@ -5,53 +5,31 @@ are indices into the target's `hidden_states`: 0 is the embedding output, `L` th
 final norm.
 """
 
+import inspect
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.utils import logging
 
-from .rope import check_rope_table, checked_rope, is_number
+from .layouts import REFERENCE_THETA, shortened
+from .rope import check_rope_table, checked_rope, is_integer, is_number
 
+
+logger = logging.get_logger(__name__)
 
 _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_SIZES = (
-    "hidden_size",
-    "target_hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "vocab_size",
-    "draft_vocab_size",
-    "sliding_window",
-    "kv_lora_rank",
-    "q_lora_rank",
-    *_LATENT,
-    "target_num_hidden_layers",
-)
+_SIZES: tuple[str, ...] = ("hidden_size", "target_hidden_size", "intermediate_size", "num_hidden_layers")
+_SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "vocab_size")
+_SIZES += ("draft_vocab_size", "sliding_window", "kv_lora_rank", "q_lora_rank", *_LATENT, "target_num_hidden_layers")
 _MAY_BE_NONE = {"head_dim", "sliding_window", "kv_lora_rank", "q_lora_rank", *_LATENT, "target_num_hidden_layers"}
 # What no head has: with more than this, building the modules or the rotary table would take for ever.
 _MOST = {"num_hidden_layers": 256, "head_dim": 2**16, "qk_rope_head_dim": 2**16, "target_num_hidden_layers": 2**12}
-_SWITCHES = (
-    "use_aux_hidden_state",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "final_norm",
-    "attention_bias",
-    "attention_output_bias",
-    "mlp_bias",
-    "fc_bias",
-    "qk_norm",
-    "rope_interleave",
-    "own_embeddings",
-    "own_lm_head",
-    "guessed_layer_ids",
-)
+_SWITCHES: tuple[str, ...] = ("use_aux_hidden_state", "norm_before_residual", "norm_before_fc", "fc_norm")
+_SWITCHES += ("norm_output", "final_norm", "attention_bias", "attention_output_bias", "mlp_bias", "fc_bias", "qk_norm")
+_SWITCHES += ("rope_interleave", "own_embeddings", "own_lm_head", "guessed_layer_ids")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -94,7 +72,9 @@ class Eagle3DraftConfig(PreTrainedConfig):
     """
 
     model_type = "eagle3_draft"
-    default_theta = 10000.0  # what the reference uses when a head's config names no base
+    default_theta = REFERENCE_THETA
+    # What multimodal configs add is kept for engines, and is no mistake.
+    ignore_keys_at_rope_validation = {"mrope_section", "mrope_interleaved"}
 
     def __init__(
         self,
@@ -212,6 +192,19 @@ class Eagle3DraftConfig(PreTrainedConfig):
                 f"partial_rotary_factor {self.rope_parameters['partial_rotary_factor']}: leave that out"
             )
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As in transformers, without the keys that no head has: some would take the place of a method, others make
+        transformers fetch an attention kernel."""
+        strange = unknown_keys(config_dict)
+        if strange:
+            logger.warning(shortened(f"config keys that are not understood and have no effect: {strange}"))
+        known = {name: value for name, value in config_dict.items() if name in _KNOWN}
+        try:
+            return super().from_dict(known, **kwargs)
+        except ValueError as error:
+            raise ValueError(shortened(str(error))) from error
+
     @property
     def num_captured_layers(self) -> int:
         """How many target layers are read (`A`): three when the file does not say."""
@@ -262,7 +255,7 @@ class Eagle3DraftConfig(PreTrainedConfig):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
             ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
-            if value is not None and not all(_is_integer(i) for i in ids):
+            if value is not None and not all(is_integer(i) for i in ids):
                 raise ValueError(f"{name} must be a token id, got {value!r}")
 
     # ----- fields that must agree -----------------------------------------------------------------------------------
@@ -349,7 +342,7 @@ class Eagle3DraftConfig(PreTrainedConfig):
         ids, layers = self.target_layer_ids, self.target_num_hidden_layers
         if ids is None or (ids == [-1] and not self.use_aux_hidden_state):
             return
-        integers = isinstance(ids, list) and all(_is_integer(i) for i in ids)
+        integers = isinstance(ids, list) and all(is_integer(i) for i in ids)
         if not integers or not ids or sorted(set(ids)) != ids or ids[0] < 0 or ids[-1] > 2**12:
             raise ValueError(
                 f"target_layer_ids must be ascending, distinct hidden_states indices >= 0 (0 = embeddings), got {ids}"
@@ -383,15 +376,22 @@ class Eagle3DraftConfig(PreTrainedConfig):
             )
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_size(name: str, value: Any, most: int) -> None:
-    if not _is_integer(value) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     if value > most:
         raise ValueError(f"{name} is {value}, which no head has: the most that is supported is {most}")
 
 
-__all__ = ["Eagle3DraftConfig"]
+FIELDS = frozenset(inspect.signature(Eagle3DraftConfig.__init__).parameters) - {"self", "kwargs"}
+# With those that every config of transformers has or had, and the one that it adds to what it has downloaded.
+_KNOWN = FIELDS | PreTrainedConfig().to_dict().keys()
+_KNOWN |= {"_name_or_path", "torch_dtype", "rope_theta", "rope_scaling", "_commit_hash"}
+
+
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """The keys of a config that say something and that neither a head's config nor transformers' own has."""
+    return sorted(name for name, value in config.items() if value and name not in _KNOWN)
+
+
+__all__ = ["FIELDS", "Eagle3DraftConfig", "unknown_keys"]

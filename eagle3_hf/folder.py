@@ -13,7 +13,8 @@ from transformers.utils import cached_file
 from .layouts import HeadFormatError, TensorInfo, check_is_head, is_own_layout, read_tensor_table
 
 
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder")
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder")
+_HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _LARGEST_CONFIG = 16 * 2**20  # bytes; real ones have a few thousand
 _DEEPEST_CONFIG = 32  # levels; real ones have four
@@ -39,14 +40,14 @@ def read_folder(path: str | os.PathLike, config: str | os.PathLike | None, kwarg
     Raises:
         HeadFormatError: a file is missing, damaged, or unsafe.
     """
-    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    hub = _hub_arguments(kwargs)
     published = _read_config(path if config is None else config, hub)
     return HeadFolder(published, read_tensors(path, kwargs, published))
 
 
 def read_tensors(path, kwargs: dict[str, Any], config: dict | None = None) -> dict[str, TensorInfo]:
     """The tensors of the files that transformers is going to load, in its order of preference."""
-    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    hub = _hub_arguments(kwargs)
     _check_nothing_else(path, hub)
     wanted = kwargs.get("use_safetensors")
     names = [_SAFETENSORS] * (wanted is not False) + [_PICKLE] * (wanted is not True)
@@ -63,6 +64,10 @@ def read_tensors(path, kwargs: dict[str, Any], config: dict | None = None) -> di
     raise HeadFormatError(
         f"{path} has neither {' nor '.join(names)}: not a draft head, or an interrupted download (download it again)"
     )
+
+
+def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
 
 
 def _check_nothing_else(path, hub: dict[str, Any]) -> None:
@@ -87,7 +92,7 @@ def read_generation_config(path: str | os.PathLike, kwargs: dict[str, Any]) -> d
     Raises:
         HeadFormatError: the file is no JSON object.
     """
-    file = _optional_file(path, "generation_config.json", {n: kwargs[n] for n in HUB_ARGUMENTS if n in kwargs})
+    file = _optional_file(path, "generation_config.json", _hub_arguments(kwargs))
     return {} if file is None else _read_json(file)
 
 
@@ -163,9 +168,20 @@ def _is_deeper(value: Any, levels: int) -> bool:
 def _read_config(path, hub: dict[str, Any]) -> dict[str, Any]:
     if os.path.isfile(path):
         raise HeadFormatError(f"{path} is a file: pass the folder that holds the head's config.json and weights")
+    if not os.path.isdir(path) and not _HUB_ID.fullmatch(str(path)):
+        raise FileNotFoundError(f"{path} is no folder here, and no Hub id (owner/name) either")
     file = _file(path, "config.json", hub)
     if file is None:
         if not os.path.isdir(path):
-            cached_file(path, "config.json", **hub)  # transformers' own words for a repository it cannot reach
-        raise HeadFormatError(f"{path} has no config.json: not a draft head, or an interrupted download")
+            cached_file(path, "config.json", **hub)  # transformers' own words for a repository without it
+        raise HeadFormatError(f"{path} has no config.json: {_in_its_place(path)}")
     return _read_json(file)
+
+
+def _in_its_place(path) -> str:
+    """A guess at what a folder without a config is."""
+    checkpoints = [name for name in os.listdir(path) if re.fullmatch(r"checkpoint-\d+", name)]
+    if checkpoints:
+        last = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]))
+        return f"it holds checkpoints of a training; pass one of them, such as {os.path.join(path, last)}"
+    return "not a draft head, or an interrupted download"

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from .configuration_eagle3 import Eagle3DraftConfig
 from .features import check_target, decoder_blocks, num_target_layers
@@ -21,6 +27,7 @@ from .modeling_eagle3 import Eagle3DraftModel
 
 
 _VOCABULARY = ("d2t", "t2d")
+_UNITS = {"B": 10**9, "M": 10**6}
 _FOR_BOTH = ("cache_dir", "local_files_only", "token")  # arguments of the Hub that hold for the target too
 # Fields that tie a head to its target, by what is compared together.
 _ASPECTS = (
@@ -69,7 +76,7 @@ class Inspection:
 
     def __str__(self) -> str:
         sections = [_summary(self), *_reading(self), "", *_listed("fields", _fields(self.config))]
-        sections += _listed("notes", self.described.notes) + _listed("dropped tensors", self.described.dropped)
+        sections += _listed("notes", self.described.notes) + _listed("not read", self.described.dropped)
         sections += [f"ignored keys   {', '.join(self.described.ignored) or 'none'}", *_verdict(self)]
         return "\n".join(sections)
 
@@ -113,9 +120,14 @@ def _own_problems(config: Eagle3DraftConfig, described: HeadDescription) -> list
 def _without_weights(target: str | os.PathLike, hub: dict[str, Any]) -> PreTrainedModel:
     """The model of a config, on the meta device: its modules and none of its numbers."""
     config = AutoConfig.from_pretrained(target, **hub)
-    known = type(config) in AutoModelForCausalLM._model_mapping
     with torch.device("meta"):
-        return (AutoModelForCausalLM if known else AutoModelForImageTextToText).from_config(config)
+        return model_class(config).from_config(config)
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The auto class that makes a target of this config: of a text model, or of one that reads images too."""
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
 
 def _misfits(config: Eagle3DraftConfig, target: PreTrainedModel) -> list[str]:
@@ -189,7 +201,10 @@ def _summary(found: Inspection) -> str:
 
 
 def _count(number: int) -> str:
-    return f"{number / 1e9:.3f} B" if number >= 10**6 else f"{number:,}"
+    for unit, size in _UNITS.items():
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,}"
 
 
 def _rope(config: Eagle3DraftConfig) -> str:
@@ -203,7 +218,8 @@ def _rope(config: Eagle3DraftConfig) -> str:
 def _reading(found: Inspection) -> list[str]:
     """The table layer id -> hidden_states index -> block."""
     config, ids = found.config, found.config.target_layer_ids
-    line = f"reads          {config.num_captured_layers} state(s) of a target of width {config.target_hidden_size}"
+    states = "1 state" if config.num_captured_layers == 1 else f"{config.num_captured_layers} states"
+    line = f"reads          {states} of a target of width {config.target_hidden_size}"
     if ids is None:
         return [f"{line}; its file names no layers: [2, L // 2, L - 3] of a target of L blocks is used"]
     stated = found.described.fields.get("target_layer_ids")
@@ -232,7 +248,7 @@ def _verdict(found: Inspection) -> list[str]:
     blocks = f"{found.target_name} ({found.target_layers} blocks)"
     if not found.problems:
         return [f"fits           {blocks}"]
-    return _listed(f"does not fit {blocks}", found.problems)
+    return _listed(f"does not run with {blocks}", found.problems)
 
 
-__all__ = ["Inspection", "inspect_head", "where"]
+__all__ = ["Inspection", "inspect_head", "model_class", "where"]

@@ -5,7 +5,6 @@ zero and no error. So the file's table of tensors is compared with an empty skel
 is an error that names it, and nothing is allocated, however absurd the file.
 """
 
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +15,10 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from . import vocab
-from .configuration_eagle3 import Eagle3DraftConfig
+from .configuration_eagle3 import FIELDS, Eagle3DraftConfig, unknown_keys
 from .folder import HeadFolder, read_folder, read_generation_config, read_tensors
 from .layouts import WEIGHT_RENAMINGS, HeadDescription, HeadFormatError, describe, float_dtype, shortened
+from .rope import is_integer
 from .tree_settings import LARGEST_TREE, PAPER_TREE
 
 
@@ -26,7 +26,6 @@ logger = logging.get_logger(__name__)
 
 # Without a vocabulary map in the file, the buffers are as large as its config says; the largest real one has 2^18.
 _LARGEST_VOCABULARY = 2**24
-_FIELDS = frozenset(inspect.signature(Eagle3DraftConfig.__init__).parameters) - {"self", "kwargs"}
 _NO_FIELDS = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
 
@@ -94,13 +93,12 @@ def _overrides(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _describe(path, folder: HeadFolder, overrides: dict[str, Any]) -> HeadDescription:
     described = _about(path, describe, folder.config, folder.tensors, overrides)
-    # A key of our own layout could name anything that a config has, a method too.
-    others = set(described.fields) - _FIELDS - set(overrides)
-    described.fields = {name: value for name, value in described.fields.items() if name not in others}
-    usual = {*PreTrainedConfig().to_dict(), *_NO_FIELDS, *(name for name in others if not folder.config.get(name))}
-    strange = sorted(others - usual)
+    strange = unknown_keys(described.fields)
     if strange:
         described.notes.append(f"config keys that are not understood and have no effect: {strange}")
+    # A key of our own layout could name anything that a config has, a method too.
+    kept = FIELDS.union(overrides)
+    described.fields = {name: value for name, value in described.fields.items() if name in kept}
     return described
 
 
@@ -109,14 +107,14 @@ def _generation_config(content: dict[str, Any]) -> GenerationConfig:
     kept = {}
     for name in PAPER_TREE:
         value = content.get(name)
-        if value is not None and (not _is_integer(value) or not 1 <= value <= LARGEST_TREE):
+        if value is not None and (not is_integer(value) or not 1 <= value <= LARGEST_TREE):
             raise HeadFormatError(
                 f"its generation_config.json says {name} {value!r}: it must be an integer from 1 to {LARGEST_TREE}"
             )
         kept[name] = value
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         value = content.get(name)
-        if not all(_is_integer(token) for token in (value if isinstance(value, list) else [value or 0])):
+        if not all(is_integer(token) for token in (value if isinstance(value, list) else [value or 0])):
             raise HeadFormatError(f"its generation_config.json says {name} {value!r}: it must be a token id")
         kept[name] = value
     noise = content.get("assistant_known_noise")
@@ -124,10 +122,6 @@ def _generation_config(content: dict[str, Any]) -> GenerationConfig:
         raise HeadFormatError(f"its generation_config.json says assistant_known_noise {noise!r}: true or false")
     kept["assistant_known_noise"] = noise
     return GenerationConfig(**{name: value for name, value in kept.items() if value is not None})
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def canonical_config(path: str | os.PathLike, described: HeadDescription) -> Eagle3DraftConfig:

@@ -26,6 +26,10 @@ _NOT_NEGATIVE = ("mscale", "mscale_all_dim")
 _LISTS = ("short_factor", "long_factor")
 
 
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def is_number(value: Any) -> bool:
     """A number that a float can hold; NaN and the infinities are none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -113,6 +113,12 @@ def test_other_kinds_of_heads_survive_a_file(tmp_path, overrides):
     assert_round_trip(config, tmp_path)
 
 
+def test_what_transformers_adds_to_a_downloaded_config_is_no_strange_key(caplog):
+    config = Eagle3DraftConfig.from_dict({**make().to_dict(), "_commit_hash": "0123abcd"})
+    assert not caplog.records
+    assert config.to_dict() == make().to_dict()
+
+
 def assert_round_trip(config, tmp_path) -> None:
     config.save_pretrained(tmp_path)
     for loaded in (Eagle3DraftConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import eagle3_hf
 from eagle3_hf import Eagle3DraftModel, export_head
@@ -369,6 +369,30 @@ def test_convert_takes_a_target_s_rows(folders, tmp_path, capsys):
     assert main([*command, "--target", str(folders / "target")]) == 0
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors["embed_tokens.weight"].shape == (VOCAB_SIZE, 64)
+
+
+def test_convert_takes_rows_of_a_target_that_reads_images(target, tmp_path):
+    text = {**target.config.to_dict(), "model_type": "qwen2_5_vl_text", "rope_parameters": {"rope_type": "default"}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision, vocab_size=VOCAB_SIZE)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path / "target")
+    head("plain", target_model_type=None).save_pretrained(tmp_path / "head")
+    paths = str(tmp_path / "head"), str(tmp_path / "out")
+    assert main(["convert", *paths, "--to", "speculators", "--target", str(tmp_path / "target")]) == 0
+    rows = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(rows, model.get_input_embeddings().weight)
+
+
+def test_convert_sets_what_a_file_leaves_open(folders, tmp_path, capsys):
+    command = ["convert", str(folders / "head"), str(tmp_path / "out"), "--to", "vllm"]
+    assert main([*command, "--set", "target_layer_ids=[1, 3, 8]", "--set", "norm_output=True"]) == 0
+    written = read_config(tmp_path / "out")
+    assert (written["eagle_aux_hidden_state_layer_ids"], written["norm_output"]) == ([1, 3, 8], True)
+    for setting, words in (("norm_outpt=true", "is no field of"), ("norm_output=yes", "no JSON value"), ("x", "JSON")):
+        assert main([*command, "--overwrite", "--set", setting]) == 1
+        assert f"--set {setting}" in (said := capsys.readouterr().err)
+        assert words in said
 
 
 def test_convert_reads_no_weights_that_it_does_not_need(folders, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModel
 
 import fuzz
 from eagle3_hf import Eagle3DraftModel
@@ -198,11 +199,27 @@ def test_names_that_are_no_strings(tmp_path):
         ("self", 1),
     ],
 )
-def test_keys_of_our_own_layout_that_no_head_has_do_nothing(tmp_path, caplog, key, value):
-    draft = load(changed(tmp_path, "own", lambda head: head.config.update({key: value})))
+@pytest.mark.parametrize("loader", [load, AutoModel.from_pretrained], ids=["ours", "AutoModel"])
+def test_keys_of_our_own_layout_that_no_head_has_do_nothing(tmp_path, caplog, loader, key, value):
+    draft = loader(changed(tmp_path, "own", lambda head: head.config.update({key: value})))
     assert draft.config.window(0) is None
+    assert draft.config._attn_implementation == "sdpa"
     assert torch.equal(draft.fc.weight, sound("own").tensors["fc.weight"])
     assert (f"not understood and have no effect: ['{key}']" in caplog.text) == bool(value)
+
+
+def test_what_the_caller_says_of_attention_holds_all_the_same(tmp_path):
+    folder = changed(tmp_path, "own", lambda head: head.config.update(attn_implementation="somebody/kernel"))
+    for loader in (load, AutoModel.from_pretrained):
+        assert loader(folder, attn_implementation="eager").config._attn_implementation == "eager"
+    assert AutoConfig.from_pretrained(folder, attn_implementation="eager")._attn_implementation == "eager"
+
+
+def test_long_values_are_told_in_short_by_the_config_too(tmp_path):
+    folder = changed(tmp_path, "own", lambda head: head.config.update(hidden_act="y" * 10**5))
+    with pytest.raises(ValueError, match=r"hidden_act 'y+ \[...\]") as caught:
+        AutoModel.from_pretrained(folder)
+    assert len(str(caught.value)) < fuzz.LONGEST
 
 
 def test_our_own_layout_is_known_by_any_two_of_its_fields(tmp_path):

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig
 
 from eagle3_hf import Eagle3DraftModel
+from eagle3_hf.cli import main
 from eagle3_hf.inspection import inspect_head, where
 from eagle3_hf.layouts import HeadFormatError
 from families import tiny
@@ -71,11 +72,11 @@ def test_a_head_that_lacks_a_tensor_can_still_be_looked_at(tmp_path):
 def test_the_report_in_full(tmp_path):
     report = str(inspect_head(shape_only(the("SpecForge, outputs of blocks"), tmp_path)))
     assert report.splitlines()[2:11] == [
-        "parameters     0.308 B in the file, bfloat16",
-        "borrows        embedding (0.579 B parameters)",
+        "parameters     308 M in the file, bfloat16",
+        "borrows        embedding (579 M parameters)",
         "drafts         32000 tokens of a vocabulary of 201088",
         "rope           base 10000.0, no scaling",
-        "reads          3 state(s) of a target of width 2880",
+        "reads          3 states of a target of width 2880",
         "      id  index                block",
         "       2  hidden_states[2]     output of block 1, input of block 2",
         "      18  hidden_states[18]    output of block 17, input of block 18",
@@ -170,6 +171,18 @@ def test_overrides_are_looked_at_as_they_would_be_loaded(tmp_path, target_folder
     assert given.config.target_layer_ids == [1, 2, 8]
     assert given.described.notes == []
     assert line(str(given), "rope").startswith("base 7.0, no scaling")
+
+
+def test_the_command(tmp_path, target_folder, capsys):
+    command = ["inspect", str(tiny_folder(the("Ids of unknown meaning"), tmp_path)), "--target", str(target_folder)]
+    assert main(command) == 0
+    assert "[3, 5, 6] do not say" in capsys.readouterr().out
+    assert main([*command, "--set", "target_layer_ids=[1,2,8]"]) == 0
+    report = capsys.readouterr().out
+    assert line(report, "notes") == "none"
+    assert "hidden_states[1] " in report
+    assert main([*command, "--set", "target_layer_ids=[1,2,9]"]) == 1
+    assert "does not run with" in capsys.readouterr().out
 
 
 def test_no_weights_are_read(tmp_path, target_folder, monkeypatch):

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..configuration_eagle3 import Eagle3DraftConfig
 from ..tree_settings import PAPER_TREE
 from .engines import CHAIN
-from .obstacles import ENGINES, is_mla, obstacles
+from .obstacles import ENGINES, has_windows, obstacles
 
 
 logger = logging.get_logger(__name__)
@@ -210,8 +210,7 @@ def _draft_layers_in_words(config: Eagle3DraftConfig) -> str:
 
 
 def _rope_in_words(config: Eagle3DraftConfig) -> str:
-    rope = config.rope_parameters or {}
-    return f"{rope.get('rope_type', 'default')}, base {rope.get('rope_theta', config.default_theta):g}"
+    return f"{config.rope_parameters['rope_type']}, base {config.rope_parameters['rope_theta']:g}"
 
 
 def _variants(config: Eagle3DraftConfig) -> list[str]:
@@ -223,8 +222,8 @@ def _variants(config: Eagle3DraftConfig) -> list[str]:
         "no final norm": not config.final_norm,
         "norms of queries and keys": config.qk_norm,
         "biases": config.attention_bias or config.mlp_bias or config.fc_bias,
-        f"window of {config.sliding_window}": "sliding_attention" in (config.layer_types or ()),
-        "latent attention (MLA)": is_mla(config),
+        f"window of {config.sliding_window}": has_windows(config),
+        "latent attention (MLA)": config.is_latent,
     }
     return [word for word, holds in words.items() if holds]
 

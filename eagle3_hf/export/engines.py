@@ -6,7 +6,8 @@ Layer ids are `hidden_states` indices here and in vLLM and speculators; SGLang c
 from typing import Any
 
 from ..configuration_eagle3 import Eagle3DraftConfig
-from .obstacles import SGLANG_KEEPS_IDS, has_windows, is_mla, output_bias
+from ..layouts import TARGET_KEYS
+from .obstacles import SGLANG_KEEPS_IDS, has_windows
 
 
 # What vLLM and a served head's commands draft a round unless told otherwise: a chain of three.
@@ -39,14 +40,6 @@ _MLA_FIELDS = (
     "rope_interleave",
 )
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# Nothing an engine reads; they let the head be recognised, and checked against its target, when it comes back.
-_TARGET_FIELDS = (
-    "target_name_or_path",
-    "target_model_type",
-    "target_num_hidden_layers",
-    "target_vocab_hash",
-    "target_chat_template_hash",
-)
 
 
 def vllm_config(config: Eagle3DraftConfig, dtype: str) -> dict[str, Any]:
@@ -138,11 +131,12 @@ def _flat(config: Eagle3DraftConfig, dtype: str) -> dict[str, Any]:
         fields["num_aux_hidden_states"] = config.num_captured_layers
     if config.target_hidden_size != config.hidden_size:
         fields["target_hidden_size"] = config.target_hidden_size
-    if output_bias(config) != config.attention_bias:
-        fields["attention_output_bias"] = output_bias(config)  # what vLLM's Qwen3 layer does anyway, said for others
+    if config.attention_output_bias != config.attention_bias:
+        # What vLLM's Qwen3 layer does anyway, said for others.
+        fields["attention_output_bias"] = config.attention_output_bias
     if config.qk_norm:
         fields |= {"model_type": "qwen3", "architectures": ["Eagle3Qwen3ForCausalLM"]}
-    if is_mla(config):
+    if config.is_latent:
         fields |= {"model_type": "deepseek_v3", "architectures": ["Eagle3DeepseekV2ForCausalLM"]}
         fields |= {name: getattr(config, name) for name in _MLA_FIELDS}
         fields["first_k_dense_replace"] = config.num_hidden_layers  # no layer of a head is a mixture of experts
@@ -161,7 +155,7 @@ def _layer(config: Eagle3DraftConfig) -> dict[str, Any]:
 
 def _rope(config: Eagle3DraftConfig) -> dict[str, Any]:
     """RoPE in the words of transformers 5 (one dict) and of 4 (base and scaling apart): either reads the same."""
-    parameters = {"rope_type": "default", "rope_theta": config.default_theta, **(config.rope_parameters or {})}
+    parameters = dict(config.rope_parameters)
     fields = {"rope_parameters": parameters, "rope_theta": parameters["rope_theta"]}
     if "partial_rotary_factor" in parameters:
         fields["partial_rotary_factor"] = parameters["partial_rotary_factor"]
@@ -176,7 +170,8 @@ def _dtype(dtype: str) -> dict[str, str]:
 
 
 def _target(config: Eagle3DraftConfig) -> dict[str, Any]:
-    values = {name: getattr(config, name) for name in _TARGET_FIELDS}
+    """Nothing that an engine reads; the head is recognised, and checked against its target, when it comes back."""
+    values = {name: getattr(config, name) for name in TARGET_KEYS}
     return {name: value for name, value in values.items() if value is not None}
 
 

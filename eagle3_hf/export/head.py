@@ -75,7 +75,7 @@ def export_head(
     if to == "speculators" and verifier is None:
         problems.append(
             "the verifier: it loads nothing without its target's folder or Hub id, and the head names none that "
-            "is there; pass verifier="
+            "is there; pass verifier= (--verifier)"
         )
     extra, missing = _borrowed_tensors(draft, config, to, target)
     problems += missing
@@ -154,7 +154,9 @@ def _unsettled(draft: Any, config: Eagle3DraftConfig) -> list[str]:
             "draft vocabulary: only its size is known; train the head, or call draft.set_draft_vocab(ids), first"
         )
     if config.target_layer_ids is None:
-        problems.append("target_layer_ids: its file names none, and they depend on the target; pass target=")
+        problems.append(
+            "target_layer_ids: its file names none, and they depend on the target; pass target= (--target)"
+        )
     return problems
 
 
@@ -183,7 +185,7 @@ def _borrowed_tensors(
         return {}, []
     if model is None:
         what = "its embedding must be compared with the target's" if config.own_embeddings else _SCALES_REASON
-        return {}, [f"embed_tokens: {what}; pass the target itself (a model) as target="]
+        return {}, [f"embed_tokens: {what}; pass the target itself, a model, as target= (--target)"]
     embedding = borrowed.embedding_of(model, config.vocab_size)
     scales = borrowed.scales_embedding(model, embedding)
     if to == "vllm":
@@ -204,7 +206,7 @@ def _speculators_tensors(
     if lacking and model is None:
         return {}, [
             f"{name}: speculators leaves what a file lacks uninitialised, and this head borrows it; pass the target "
-            "itself (a model) as target="
+            "itself, a model, as target= (--target)"
             for name in lacking
         ]
     if model is None or config.hidden_size != config.target_hidden_size:

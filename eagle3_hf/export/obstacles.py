@@ -26,15 +26,6 @@ def obstacles(config: Eagle3DraftConfig, engine: str) -> list[str]:
     return [*_everywhere(config), *found]
 
 
-def is_mla(config: Eagle3DraftConfig) -> bool:
-    return config.is_latent
-
-
-def output_bias(config: Eagle3DraftConfig) -> bool:
-    """Whether o_proj has a bias."""
-    return config.attention_bias if config.attention_output_bias is None else config.attention_output_bias
-
-
 def has_windows(config: Eagle3DraftConfig) -> bool:
     return "sliding_attention" in (config.layer_types or ())
 
@@ -49,18 +40,18 @@ def _everywhere(config: Eagle3DraftConfig) -> Iterator[str]:
 def _vllm(config: Eagle3DraftConfig) -> Iterator[str]:
     yield from _only_silu(config)
     yield from _rope(config)
-    if is_mla(config):
+    if config.is_latent:
         yield from _mla(config)
         if not config.use_aux_hidden_state:
             yield "use_aux_hidden_state=False with kv_lora_rank: its MLA head always applies fc"
         if not config.rope_interleave:
             yield "rope_interleave=False: its MLA rotates interleaved pairs"
     elif config.qk_norm:
-        if output_bias(config):
+        if config.attention_output_bias:
             yield "a bias of o_proj together with qk_norm: its Qwen3 layer has none"
         if config.mlp_bias:
             yield "mlp_bias=True together with qk_norm: the MLP of its Qwen3 layer has none"
-    elif output_bias(config) != config.attention_bias:
+    elif config.attention_output_bias != config.attention_bias:
         yield _biases_differ(config)
 
 
@@ -69,7 +60,7 @@ def _sglang(config: Eagle3DraftConfig) -> Iterator[str]:
     yield from _rope(config)
     yield from _sglang_layer(config)
     yield from _sglang_ids(config)
-    if is_mla(config):
+    if config.is_latent:
         yield from _mla(config)
         if config.num_hidden_layers > 1:
             yield f"num_hidden_layers={config.num_hidden_layers} with kv_lora_rank: it builds one MLA layer"
@@ -78,10 +69,9 @@ def _sglang(config: Eagle3DraftConfig) -> Iterator[str]:
         yield (
             f"features as wide as the draft ({captured}): it takes them for the draft's own output and leaves out fc"
         )
-    rope = config.rope_parameters or {}
-    if "attention_factor" in rope and not is_mla(config):
+    if "attention_factor" in config.rope_parameters and not config.is_latent:
         yield "rope_parameters['attention_factor']: it computes its own"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         yield "rope_parameters['partial_rotary_factor']: under transformers 5 it rotates whole heads"
 
 
@@ -90,7 +80,7 @@ def _sglang_layer(config: Eagle3DraftConfig) -> Iterator[str]:
         yield "norm_before_residual=True: its residual is always the feature before the norm"
     if config.qk_norm:
         yield "qk_norm=True: its layer has no q_norm and k_norm, and would skip them"
-    if config.attention_bias or output_bias(config):
+    if config.attention_bias or config.attention_output_bias:
         yield "attention_bias: its projections of q, k and v have none, and would skip them"
     if config.mlp_bias:
         yield "mlp_bias=True: its MLP has none"
@@ -111,7 +101,7 @@ def _sglang_ids(config: Eagle3DraftConfig) -> Iterator[str]:
 
 
 def _speculators(config: Eagle3DraftConfig) -> Iterator[str]:
-    if is_mla(config):
+    if config.is_latent:
         yield "kv_lora_rank (MLA): it has layers of Llama and Qwen3 only"
     if not config.use_aux_hidden_state:
         yield "use_aux_hidden_state=False: it always builds fc"
@@ -120,11 +110,11 @@ def _speculators(config: Eagle3DraftConfig) -> Iterator[str]:
             f"target_hidden_size {config.target_hidden_size} beside hidden_size {config.hidden_size}: it sizes fc by "
             "hidden_size alone"
         )
-    if output_bias(config) != config.attention_bias:
+    if config.attention_output_bias != config.attention_bias:
         yield _biases_differ(config)
     if config.qk_norm and config.mlp_bias:
         yield "mlp_bias=True together with qk_norm: the MLP of its Qwen3 layer has none"
-    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         yield "rope_parameters['partial_rotary_factor']: it rotates whole heads"
 
 
@@ -135,8 +125,8 @@ def _only_silu(config: Eagle3DraftConfig) -> Iterator[str]:
 
 def _rope(config: Eagle3DraftConfig) -> Iterator[str]:
     """The engines rename every scaled type of an MLA head to DeepSeek's YaRN."""
-    kind = (config.rope_parameters or {}).get("rope_type", "default")
-    known = ("default", "yarn") if is_mla(config) else _SAME_ROPE
+    kind = config.rope_parameters["rope_type"]
+    known = ("default", "yarn") if config.is_latent else _SAME_ROPE
     if kind not in known:
         yield (
             f"rope_type={kind!r}: it computes other frequencies than transformers for some lengths (equal for "
@@ -147,11 +137,11 @@ def _rope(config: Eagle3DraftConfig) -> Iterator[str]:
 def _mla(config: Eagle3DraftConfig) -> Iterator[str]:
     if config.q_lora_rank is None:
         yield "q_lora_rank=None: its MLA head reads queries through q_a_proj and q_b_proj"
-    if "attention_factor" in (config.rope_parameters or {}):
+    if "attention_factor" in config.rope_parameters:
         yield "rope_parameters['attention_factor'] with kv_lora_rank: it computes its own"
     if config.norm_before_fc:
         yield "norm_before_fc=True with kv_lora_rank: its MLA head has no input_norm"
-    if config.attention_bias or output_bias(config):
+    if config.attention_bias or config.attention_output_bias:
         yield "attention_bias with kv_lora_rank: it is not known to fill those biases"
     if config.mlp_bias:
         yield "mlp_bias=True with kv_lora_rank: its MLP has none"
@@ -161,8 +151,8 @@ def _mla(config: Eagle3DraftConfig) -> Iterator[str]:
 
 def _biases_differ(config: Eagle3DraftConfig) -> str:
     return (
-        f"attention_bias={config.attention_bias} beside attention_output_bias={output_bias(config)}: one switch sets "
-        "the biases of q, k, v and o"
+        f"attention_bias={config.attention_bias} beside attention_output_bias={config.attention_output_bias}: one "
+        "switch sets the biases of q, k, v and o"
     )
 
 
@@ -170,7 +160,5 @@ __all__ = [
     "ENGINES",
     "SGLANG_KEEPS_IDS",
     "has_windows",
-    "is_mla",
     "obstacles",
-    "output_bias",
 ]

@@ -5,15 +5,19 @@ published heads claim to be `llama` and other projects use our class names. A ne
 tells it apart), `names` (its tensor names) and `describe` (its config keys).
 """
 
+from .config_keys import TARGET_KEYS
 from .describe import HeadDescription, describe
 from .dialects import check_is_head, is_own_layout
 from .errors import HeadFormatError, shortened
 from .names import DROPPED_TENSORS, WEIGHT_RENAMINGS
+from .rope import REFERENCE_THETA
 from .tensors import TensorInfo, float_dtype, read_tensor_table
 
 
 __all__ = [
     "DROPPED_TENSORS",
+    "REFERENCE_THETA",
+    "TARGET_KEYS",
     "WEIGHT_RENAMINGS",
     "HeadDescription",
     "HeadFormatError",

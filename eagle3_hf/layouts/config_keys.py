@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from .dialects import is_speculators
-from .errors import HeadFormatError
+from .errors import HeadFormatError, dictionary
 
 
 # What a head records of its target; our exports carry it into other layouts.
@@ -13,7 +13,7 @@ TARGET_KEYS += ("target_vocab_hash", "target_chat_template_hash")
 # Keys that describe a file, its training or generation, or a part that a draft layer has not.
 _NOT_READ = {
     *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
-    *("use_cache", "attention_dropout", "pretraining_tp", "num_hidden_layers", "max_window_layers", "use_bfloat16"),
+    *("use_cache", "attention_dropout", "pretraining_tp", "max_window_layers", "use_bfloat16"),
     *("speculators_version", "speculators_model_type", "speculators_config", "embed_requires_grad", "algorithm"),
     *("draft_model_type", "has_no_defaults_at_init", "default_theta", "base_model_tp_plan"),
     *("ttt_length", "ttt_steps", "num_draft_tokens", "max_seq_len", "_attn_implementation", "_flash_attn_2_enabled"),
@@ -21,7 +21,8 @@ _NOT_READ = {
 }
 _READ = {
     *TARGET_KEYS,
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act"),
     *("max_position_embeddings", "initializer_range", "rms_norm_eps", "vocab_size", "draft_vocab_size"),
     *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor"),
     *("target_hidden_size", "num_aux_hidden_states", "use_aux_hidden_state", "layer_ids"),
@@ -57,7 +58,7 @@ def flat_view(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, An
     Raises:
         HeadFormatError: a nested part that is no dict, or two values for one key.
     """
-    layer, eagle = _part(config, "transformer_layer_config"), _part(config, "eagle_config")
+    layer, eagle = dictionary(config, "transformer_layer_config"), dictionary(config, "eagle_config")
     flat = {key: value for key, value in config.items() if key != "transformer_layer_config"}
     for key, value in layer.items():
         _settle(flat, key, value, "transformer_layer_config", conflicts=key in _READ and key != "tie_word_embeddings")
@@ -65,15 +66,6 @@ def flat_view(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, An
         if key not in ("eagle_aux_hidden_state_layer_ids", "layer_ids"):
             _settle(flat, key, value, "eagle_config", conflicts=key in _READ)
     return {**flat, **overrides}
-
-
-def _part(config: dict[str, Any], key: str) -> dict[str, Any]:
-    value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise HeadFormatError(f"its config's {key} must be a dict, got {value!r}")
-    return value
 
 
 def _settle(flat: dict[str, Any], key: str, value: Any, where: str, conflicts: bool) -> None:

@@ -124,15 +124,15 @@ class _Reader:
         self.notes = notes
 
     def fields(self) -> dict[str, Any]:
-        hidden = self._hidden_size()
+        hidden, layers = self._hidden_size(), self._num_layers()
         fields = {
             **self._copied(),
             "hidden_size": self._agrees("hidden_size", hidden),
             "vocab_size": self._vocab_size(),
-            "num_hidden_layers": count_layers(self.shapes),
+            "num_hidden_layers": layers,
             "intermediate_size": self._agrees("intermediate_size", self._rows("layers.0.mlp.gate_proj.weight")),
             **(self._mla() if self._has_any(*_MLA) else self._attention()),
-            **windows(self.config, count_layers(self.shapes), self.notes),
+            **windows(self.config, layers, self.notes),
             **self._switches(),
             **self._features(hidden),
         }
@@ -183,6 +183,16 @@ class _Reader:
 
     def _hidden_size(self) -> int:
         return self._rows("fc.weight") if self._has("fc.weight") else self._rows(f"{_ATTENTION}o_proj.weight")
+
+    def _num_layers(self) -> int:
+        """As many as the tensors are of. A file whose later layers were lost looks like one whose config is wrong."""
+        stated, found = self.config.get("num_hidden_layers"), count_layers(self.shapes)
+        if stated not in (None, found):
+            self.notes.append(
+                f"its config says num_hidden_layers {stated!r}, its tensors are of {found}; {found} is used, since "
+                "some configs give the target's number; if the head was trained with more, its file is incomplete"
+            )
+        return found
 
     def _vocab_size(self) -> int:
         size = self._positive("vocab_size")

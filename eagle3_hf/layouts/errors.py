@@ -1,4 +1,8 @@
-"""The one error of loading a head."""
+"""The one error of loading a head, and the check that most of a config begins with."""
+
+from collections.abc import Mapping
+from typing import Any
+
 
 _LONGEST = 1200  # characters; a file can put a megabyte where a number belongs
 
@@ -16,3 +20,15 @@ class HeadFormatError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(shortened(message))
+
+
+def dictionary(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The dict under this key, empty where there is none.
+
+    Raises:
+        HeadFormatError: something else is there.
+    """
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise HeadFormatError(f"its config's {key} must be a dict, got {value!r}")
+    return value or {}

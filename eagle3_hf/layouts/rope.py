@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from .errors import HeadFormatError
+from .errors import HeadFormatError, dictionary
 
 
 REFERENCE_THETA = 10000.0  # what the reference uses when a head's config names no base
@@ -26,7 +26,7 @@ def rope_parameters(config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     Raises:
         HeadFormatError: not a dict, no type name, or no positive base.
     """
-    new, old = _dictionary(config, "rope_parameters"), _dictionary(config, "rope_scaling")
+    new, old = dictionary(config, "rope_parameters"), dictionary(config, "rope_scaling")
     _note_two_types(new, old, notes)
     rope = dict(new or old)
     rope_type = rope.pop("type", None)
@@ -76,13 +76,6 @@ def _note_two_types(new: dict[str, Any], old: dict[str, Any], notes: list[str]) 
             f"its config has rope_parameters of type {types[0]!r} and a rope_scaling of type {types[1]!r}; the first "
             "are used, as transformers does; pass rope_parameters={...} to override"
         )
-
-
-def _dictionary(config: dict[str, Any], key: str) -> dict[str, Any]:
-    value = {} if config.get(key) is None else config[key]
-    if not isinstance(value, dict):
-        raise HeadFormatError(f"its config's {key} must be a dict, got {value!r}")
-    return value
 
 
 def _set_theta(rope: dict[str, Any], config: dict[str, Any], notes: list[str]) -> None:
