@@ -4,6 +4,9 @@
   was accepted, the speed of plain decoding).
 - per-depth acceptance ("n-alpha" for a chain, EAGLE-3, arXiv 2503.01840, figure 7): of the rounds that got as far as
   depth d, the share whose token at depth d was accepted.
+
+In a batch one forward pass verifies a tree of each row, and each row that still has text to write counts as a round of
+its own: tau stays what one row gains, and batches of any size compare.
 """
 
 from collections.abc import Sequence
@@ -14,15 +17,17 @@ from typing import Any
 @dataclass
 class SpeculationStats:
     """
-    Counters of speculative decoding; a round is one target forward pass over a draft tree.
+    Counters of speculative decoding; a round is one target forward pass over a draft tree, in a batch once for each
+    row that is not finished (and does not wait for others).
 
     Args:
-        rounds (`int`): target forward passes after the prefill.
-        emitted (`int`): tokens emitted by these rounds, bonus tokens included. The first token, which the prefill
-            gives, is not counted.
+        rounds (`int`): target forward passes after the prefill, times such rows.
+        emitted (`int`): tokens emitted by these rounds, bonus tokens included. The first token of a row, which the
+            prefill gives, is not counted, nor are pad tokens and what was emitted behind the end of the text.
         reached (`list[int]`): `reached[d - 1]` rounds could try depth d: the tree had it, and all shallower tokens
             were accepted.
-        accepted (`list[int]`): `accepted[d - 1]` rounds accepted a token at depth d.
+        accepted (`list[int]`): `accepted[d - 1]` rounds accepted a token at depth d. Where rows of a batch go in step,
+            a right token counts though another row's wrong one ended the round: it says how good the head is.
         draft_seconds, verify_seconds, other_seconds (`float`): wall time in the draft, in the target, and elsewhere.
     """
 

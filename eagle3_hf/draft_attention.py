@@ -24,10 +24,16 @@ class DraftCache:
     """Keys and values of the draft's rows (and positions, where a layer has a window), in growing buffers per layer.
 
     `length` rows are committed; rows of a tree being grown are written behind them and forgotten by `rollback`.
+
+    Attributes:
+        valid: (B, length) bool, which committed rows count: batch rows of different lengths leave holes. `None`: all.
+        positions: (B, length) of the committed rows, kept only beside `valid`.
     """
 
     def __init__(self, num_layers: int):
         self.length = 0
+        self.valid: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
         self._buffers: list[tuple[torch.Tensor, ...] | None] = [None] * num_layers
         self._filled = [0] * num_layers
 
@@ -46,6 +52,20 @@ class DraftCache:
     def commit(self) -> None:
         """What is written now is the prefix that later rows build on."""
         self.length = self._filled[0]
+
+    def mark(self, positions: torch.Tensor, valid: torch.Tensor) -> None:
+        """Say which of the rows committed last count, and where they sit; both (B, n)."""
+        if self.valid is None or self.positions is None:
+            before = self.length - valid.shape[1]
+            self.valid = valid.new_ones(valid.shape[0], before)
+            self.positions = torch.arange(before, device=positions.device).expand(valid.shape[0], -1)
+        self.valid = torch.cat([self.valid, valid], dim=1)
+        self.positions = torch.cat([self.positions, positions], dim=1)
+
+    def forget(self, row: int, position: int) -> None:
+        """One batch row no longer has anything from this position on."""
+        if self.valid is not None and self.positions is not None:
+            self.valid[row] &= self.positions[row] < position
 
     def rollback(self) -> None:
         """Forget the rows written since `commit`."""

@@ -28,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-settings", action="store_true", help="losslessness: every prompt with every row of the settings table"
     )
+    parser.addoption("--random-calls", type=int, default=60, help="how many random calls to make")
+    parser.addoption("--first-call", type=int, default=0, help="seed of the first random call")
 
 
 @pytest.fixture(scope="session")

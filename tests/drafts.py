@@ -19,8 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.acceptance import SpeculationStats
-from eagle3_hf.decoding.loop import CACHE_KEY
-from families import VOCAB_SIZE, tiny
+from eagle3_hf.decoding.target import CACHE_KEY
+from families import VOCAB_SIZE, prompt, tiny
 
 
 LAYERS = 4
@@ -31,46 +31,80 @@ TREES = {"paper": (59, 8, 10), "cpu": (15, 4, 4), "chain": (5, 5, 1)}
 
 
 class ForetellingDraft(Eagle3DraftModel):
-    """A head that is told the continuation (see the module); `foretell` before each call of `generate`."""
+    """A head that is told the continuations (see the module); `foretell` before each call of `generate`.
 
-    _continuation: Sequence[int] = ()
-    _emitted = 0
-    _level = 0
+    Rows of a batch get ahead of each other, and nobody tells a head how far each of them is. But the root of a row's
+    tree follows the row's newest output, and what that was fed at says the place.
+    """
+
+    _continuations: list[list[int]] = []
+    _is_prefix = False
 
     def foretell(
-        self, continuation: Sequence[int] | torch.Tensor, seed: int = 0, favourite: float = FAVOURITE
+        self, continuation: Sequence | torch.Tensor, seed: int = 0, favourite: float = FAVOURITE
     ) -> "ForetellingDraft":
         """Set the text to favour, the first token behind the prompt first. The default generator is left alone.
 
         Args:
+            continuation: of one row, or of each row of a batch.
             favourite: share of the levels at which the right token ranks first; 1.0 foretells everything.
         """
-        self._continuation = torch.as_tensor(continuation).tolist()
+        told = torch.as_tensor(continuation)
+        self._continuations = told.reshape(-1, told.shape[-1]).tolist() if told.numel() else []
         self._favourite = favourite
         self._chance = torch.Generator().manual_seed(seed)
-        self._emitted = self._level = 0
+        self._fed: tuple = ()  # outputs and positions of what was fed in this round
+        self._is_prefix = False
+        self._roots: list[tuple[torch.Tensor, int]] = []  # each row's newest output, and its position
+        self._first: list[int] = []
+        self._level = 0
+        self.places_seen: list[list[int]] = []  # of each round, the place in the text at which each row stood
         return self
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        # Called once a round, with one row per token emitted since; the prompt counts as the one token behind it.
-        self._emitted += features.shape[1] if self._emitted else 1
-        self._level = 0
+        self._is_prefix, self._level = True, 0  # called once a round, before all passes
         return super().fuse(features)
+
+    def run_layers(self, hidden: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor, *args, **kwargs):
+        output = super().run_layers(hidden, embeds, positions, *args, **kwargs)
+        if self._is_prefix:
+            self._fed, self._is_prefix = (output, positions.expand(output.shape[:2])), False
+        return output
 
     def compute_logits(self, hidden: torch.Tensor, borrowed: Any = None) -> torch.Tensor:
         logits = super().compute_logits(hidden, borrowed)
-        place = self._emitted + self._level
-        self._level += 1
-        if place >= len(self._continuation):
-            return logits
-        token = self._continuation[place]
-        at = (self.draft_vocab_ids() == token).nonzero().flatten()
+        if self._continuations:
+            if self._level == 0:
+                self._find_roots(hidden)
+            for row, (_, position) in enumerate(self._roots):
+                self._guess(row, position - self._first[row] + 1 + self._level, logits[row])
+            self._level += 1
+        return logits
+
+    def _find_roots(self, hidden: torch.Tensor) -> None:
+        found = []
+        for row in range(hidden.shape[0]):
+            newest = hidden[row, 0]
+            at = (self._fed[0][row] == newest).all(-1).nonzero().flatten().tolist()
+            if at:
+                found.append((newest.clone(), int(self._fed[1][row, at[-1]])))
+            else:
+                assert torch.equal(newest, self._roots[row][0]), "a row's root follows its newest output"
+                found.append(self._roots[row])
+        self._roots = found
+        self._first = self._first or [position for _, position in found]
+        self.places_seen.append([at - first for (_, at), first in zip(found, self._first, strict=True)])
+
+    def _guess(self, row: int, place: int, logits: torch.Tensor) -> None:
+        """Change the logits (R, D) of the token at a place of a row's text."""
+        if place >= len(self._continuations[row]):
+            return
+        at = (self.draft_vocab_ids() == self._continuations[row][place]).nonzero().flatten()
         fate, rank = torch.rand(2, generator=self._chance).tolist()
         if fate < self._favourite:
             logits[..., at] = logits.amax(-1, keepdim=True) + 8.0
         elif rank < AMONG_FEW:
             logits[..., at] = logits.topk(2 + int(4 * rank), dim=-1).values[..., -1:]
-        return logits
 
 
 def half_vocabulary() -> list[int]:
@@ -145,6 +179,11 @@ class Observed:
     def ids(self) -> list[int]:
         return self.out.sequences[0].tolist()
 
+    @property
+    def told(self) -> torch.Tensor:
+        """(B, n) the new tokens."""
+        return self.out.sequences[:, -len(self.streamed[1:-1]) :]
+
 
 def observe(
     target: PreTrainedModel, inputs: Any, seed: int = 0, make: Callable[[], dict] = dict, **kwargs
@@ -167,7 +206,7 @@ def observe(
 
 def assert_same(ours: Observed, vanilla: Observed, tolerance: float = 1e-5) -> None:
     """Nothing that a caller can see tells the two calls apart, up to rounding (relative to the largest value)."""
-    assert ours.ids == vanilla.ids
+    assert ours.out.sequences.tolist() == vanilla.out.sequences.tolist()
     assert ours.streamed == vanilla.streamed
     assert torch.equal(ours.generator, vanilla.generator), "the generator was left elsewhere"
     assert list(ours.out.keys()) == list(vanilla.out.keys())
@@ -176,11 +215,12 @@ def assert_same(ours: Observed, vanilla: Observed, tolerance: float = 1e-5) -> N
         mine, theirs = getattr(ours.out, name), getattr(vanilla.out, name)
         assert (mine is None) == (theirs is None), name
         assert_close(mine or (), theirs or (), tolerance)
-    mine, theirs = ours.out.hidden_states, vanilla.out.hidden_states
-    assert (mine is None) == (theirs is None)
-    assert len(mine or ()) == len(theirs or ())
-    for my_token, their_token in zip(mine or (), theirs or (), strict=True):
-        assert_close(my_token, their_token, tolerance)
+    for name in ("hidden_states", "attentions"):
+        mine, theirs = getattr(ours.out, name), getattr(vanilla.out, name)
+        assert (mine is None) == (theirs is None), name
+        assert len(mine or ()) == len(theirs or ()), name
+        for my_token, their_token in zip(mine or (), theirs or (), strict=True):
+            assert_close(my_token, their_token, tolerance)
     assert_same_cache(cache_of(ours.out), cache_of(vanilla.out), tolerance)
 
 
@@ -192,7 +232,8 @@ def assert_same_cache(mine: Any, theirs: Any, tolerance: float = 1e-5) -> None:
     assert mine.get_seq_length() == theirs.get_seq_length()
     assert [type(layer) for layer in mine.layers] == [type(layer) for layer in theirs.layers]
     for my_layer, their_layer in zip(mine.layers, theirs.layers, strict=True):
-        assert_close((my_layer.keys, my_layer.values), (their_layer.keys, their_layer.values), tolerance)
+        if their_layer.keys is not None:
+            assert_close((my_layer.keys, my_layer.values), (their_layer.keys, their_layer.values), tolerance)
         for name in ("record_past", "cumulative_length", "sliding_window"):
             assert getattr(my_layer, name, None) == getattr(their_layer, name, None), name
 
@@ -207,15 +248,28 @@ def assert_close(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], t
         torch.testing.assert_close(one, other, rtol=0, atol=step * max(1.0, largest))
 
 
-def compare(target, draft, inputs, make=dict, seed: int = 0, **kwargs):
-    """A call with and without the draft, and the two must look the same; returns the draft's result and vanilla's."""
+def compare(target, draft, inputs, make=dict, seed: int = 0, accepts: bool = True, **kwargs):
+    """A call with and without the draft, and the two must look the same; returns the draft's result and vanilla's.
+
+    Args:
+        accepts: whether the text is long enough for some draft to be accepted.
+    """
     kwargs = {"max_new_tokens": NEW_TOKENS, **kwargs}
     vanilla = observe(target, inputs, seed, make, **kwargs)
-    told = vanilla.ids[-len(vanilla.streamed[1:-1]) :]
-    ours = observe(target, inputs, seed, make, assistant_model=draft.foretell(told, seed), **kwargs)
+    ours = observe(target, inputs, seed, make, assistant_model=draft.foretell(vanilla.told, seed), **kwargs)
     assert_same(ours, vanilla)
-    assert ours.out.speculation.accepted, "nothing was accepted, so little was tested"
+    assert ours.out.speculation.accepted or not accepts, "nothing was accepted, so little was tested"
     return ours, vanilla
+
+
+def padded(lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random prompts of these lengths, padded on the left, with their attention mask."""
+    longest = max(lengths)
+    ids, mask = prompt(longest, seed, rows=len(lengths)), torch.ones(len(lengths), longest, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        ids[row, : longest - length] = 0
+        mask[row, : longest - length] = 0
+    return {"inputs": ids, "attention_mask": mask}
 
 
 def pair(family: str, tree: str = "cpu"):

@@ -198,7 +198,6 @@ def library_layer(name, **arguments):
     ("name", "arguments", "reason"),
     [
         ("LinearAttentionLayer", {}, "cannot follow several branches"),
-        ("StaticSlidingWindowLayer", {"max_cache_len": 20, "sliding_window": 8}, "overwrites what it would have"),
         ("DynamicIndexedLayer", {}, "does not know"),
     ],
 )

@@ -6,12 +6,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import logging
 
 from ..draft_attention import CachedAttention, DraftCache
 from ..modeling_eagle3 import Eagle3DraftModel
 from .drafting import NoiseRanking, Ranking, TreeGrower, TreeSettings, greedy_ranking
 from .noise import Noise
 from .tree import DraftTree
+
+
+logger = logging.get_logger(__name__)
+
+_TRIAL_ROUNDS = 64
+_TRIAL_ACCEPTED = 0.1
 
 
 class Eagle3Candidate(CandidateGenerator):
@@ -52,44 +59,151 @@ class Eagle3Candidate(CandidateGenerator):
         self._start = start_position
         self._cache = DraftCache(draft.config.num_hidden_layers)
         self._last: torch.Tensor | None = None  # (B, 1, H) output at the last committed row
+        self._next: int | torch.Tensor = start_position  # position behind that row, (B, 1) where batch rows differ
         self._borrowed = draft.borrow(target)
-        ranking: Ranking = greedy_ranking
+        self._ranking: Ranking = greedy_ranking
         if noise is not None:
-            ranking = NoiseRanking(noise, draft.draft_vocab_ids(), warpers, use_noise)
-        self._grower = TreeGrower(draft, self._borrowed, ranking, pad_token_id)
+            self._ranking = NoiseRanking(noise, draft.draft_vocab_ids(), warpers, use_noise)
+        self._grower = TreeGrower(draft, self._borrowed, self._ranking, pad_token_id)
 
     @torch.no_grad()
-    def extend(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
+    def extend(
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+        embeds: torch.Tensor | None = None,
+        embedded: torch.Tensor | None = None,
+    ) -> None:
         """Feed newly committed rows.
 
         Args:
             features: (B, n, A * Ht) target features of n consecutive tokens.
             tokens: (B, n) the token *after* each of them; the last one is the root of the next tree.
+            positions: (B, n) where batch rows differ; else they follow the rows before.
+            valid: (B, n) bool, which of them exist where batch rows differ; with `positions`.
+            embeds: (B, n, H) what the target was given in place of some tokens, such as parts of an image.
+            embedded: (B, n) bool, of which ones; with `embeds`.
         """
         device = self.draft.layers[0].hidden_norm.weight.device
         tokens = tokens.to(device)
         # A row that overflowed must not spoil all that will attend to it: one bad guess, not the rest of the call.
         hidden = self.draft.fuse(features.to(device)).nan_to_num()
-        first = self._start + self._cache.length
-        positions = torch.arange(first, first + tokens.shape[1], device=device).expand_as(tokens)
-        output = self.draft.run_layers(hidden, self._borrowed.embed(tokens), positions, CachedAttention(self._cache))
+        visible = None
+        if positions is None or valid is None:
+            first = self._start + self._cache.length
+            positions = torch.arange(first, first + tokens.shape[1], device=device).expand_as(tokens)
+            self._next = first + tokens.shape[1]
+        else:
+            positions, valid = positions.to(device), valid.to(device)
+            visible = self._visible(valid)
+        attend = CachedAttention(self._cache, visible)
+        output = self.draft.run_layers(hidden, self._embed(tokens, embeds, embedded), positions, attend)
         self._cache.commit()
-        self._last = output[:, -1:]
+        if valid is None:
+            self._last = output[:, -1:]
+        else:
+            self._cache.mark(positions, valid)
+            self._take_last(output, positions, valid)
+        self._watch_length()
+
+    def _embed(self, tokens: torch.Tensor, embeds: torch.Tensor | None, embedded: torch.Tensor | None) -> torch.Tensor:
+        """(B, n, H): the tokens' embeddings, or what stands in their place."""
+        if embeds is None or embedded is None or embeds.shape[-1] != self.draft.config.hidden_size:
+            return self._borrowed.embed(tokens)
+        embedded = embedded.to(tokens.device)
+        # Such an id may lie outside the vocabulary.
+        own = self._borrowed.embed(tokens.masked_fill(embedded, 0))
+        return torch.where(embedded[..., None], embeds.to(own.device, own.dtype), own)
+
+    def _visible(self, valid: torch.Tensor) -> torch.Tensor:
+        """(B, 1, n, past + n): each new row sees the rows that exist before it, and itself so as to see something."""
+        rows, count = valid.shape
+        past = self._cache.valid
+        if past is None:
+            past = valid.new_ones(rows, self._cache.length)
+        among = torch.ones(count, count, dtype=torch.bool, device=valid.device).tril()
+        among = (among & valid[:, None]) | torch.eye(count, dtype=torch.bool, device=valid.device)
+        return torch.cat([past[:, None].expand(-1, count, -1), among], dim=-1)[:, None]
+
+    def _take_last(self, output: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> None:
+        """Each batch row's last existing row; where there is no new one, what was the last before."""
+        count = valid.shape[1]
+        index = (valid * torch.arange(1, count + 1, device=valid.device)).amax(1, keepdim=True)
+        at = (index - 1).clamp(min=0)
+        last = output.gather(1, at[..., None].expand(-1, -1, output.shape[-1]))
+        following = positions.gather(1, at) + 1
+        if self._last is not None:
+            last = torch.where((index > 0)[..., None], last, self._last)
+            following = torch.where(index > 0, following, self._next)
+        self._last, self._next = last, following
+
+    def watch(self, accepted: int) -> None:
+        """Warn once about a head whose first rounds accept next to nothing: it runs, but something is wrong."""
+        rounds, total = self.draft._trial[0] + 1, self.draft._trial[1] + accepted
+        self.draft._trial = (rounds, total)
+        if rounds == _TRIAL_ROUNDS and total < _TRIAL_ACCEPTED * rounds:
+            logger.warning(
+                f"The draft head had {total} drafts accepted in its first {rounds} rounds. The text is still the "
+                f"target's, but not sooner. Likely causes: wrong target_layer_ids (now "
+                f"{self.draft.config.target_layer_ids}), "
+                f"wrong rope_parameters (now {self.draft.config.rope_parameters}), or a head for another target."
+            )
+
+    def _watch_length(self) -> None:
+        """Warn once about a head that is used at positions it has not been trained at."""
+        trained = self.draft.config.max_position_embeddings
+        # Holes of batch rows count in the first number, which only saves a wait for the device.
+        if (
+            self.draft._warned_of_length
+            or self._start + self._cache.length <= trained
+            or int(self._furthest()) <= trained
+        ):
+            return
+        self.draft._warned_of_length = True
+        logger.warning(
+            f"The draft head was made for {trained} positions (max_position_embeddings), and the text goes beyond. "
+            "It is still the target's text; the head may guess less of it from here on."
+        )
+
+    def _furthest(self) -> int | torch.Tensor:
+        return self._next.max() if isinstance(self._next, torch.Tensor) else self._next
+
+    def forget(self, row: int, position: int) -> None:
+        """One batch row takes back what it had from this position on; it must be fed before it drafts again."""
+        self._cache.forget(row, position)
+
+    def look_ahead(self, offsets: list[int]) -> None:
+        """How many sampling steps each batch row is ahead of the generator."""
+        if isinstance(self._ranking, NoiseRanking):
+            self._ranking.offsets = offsets
 
     @torch.no_grad()
-    def draft_tree(self, features: torch.Tensor, tokens: torch.Tensor, max_depth: int | None = None) -> DraftTree:
+    def draft_tree(
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        max_depth: int | None = None,
+        positions: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+        roots: torch.Tensor | None = None,
+        embeds: torch.Tensor | None = None,
+        embedded: torch.Tensor | None = None,
+    ) -> DraftTree:
         """Feed newly committed rows (see `extend`) and grow the tree below the last token.
 
         Args:
             max_depth: Deepest level that could still be used; 0 gives the root alone.
+            roots: (B, 1) the last token of each batch row where these differ in length; else the last of `tokens`.
         """
-        self.extend(features, tokens)
-        settings = self.settings
+        media = {} if embeds is None else {"embeds": embeds, "embedded": embedded}
+        self.extend(features, tokens, positions, valid, **media)
+        roots = tokens[:, -1:] if roots is None else roots
         if max_depth is not None and max_depth < 1:
-            return DraftTree.root_only(tokens[:, -1:])
-        settings = settings.capped(max_depth or settings.depth)
-        root = tokens[:, -1:].to(self._last.device)
-        return self._grower.grow(self._last, root, self._cache, self._start + self._cache.length, settings)
+            return DraftTree.root_only(roots)
+        settings = self.settings.capped(max_depth or self.settings.depth)
+        return self._grower.grow(self._last, roots.to(self._last.device), self._cache, self._next, settings)
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.Tensor, model_outputs=None, is_first_iteration=None, n_last_matches=None, **kwargs

@@ -76,6 +76,7 @@ class NoiseRanking:
         self._draft_ids = draft_ids
         self._warpers = warpers
         self._use_noise = use_noise
+        self.offsets: list[int] | None = None  # steps that each batch row is ahead of the generator; None: all 0
         # Ids that a processor has cut off the end of the scores: nothing will choose them.
         self._missing = max(0, int(draft_ids.max()) + 1 - noise.vocab_size)
 
@@ -89,11 +90,17 @@ class NoiseRanking:
         log_probs = rows.log_softmax(-1).masked_fill(broken, -torch.inf).view(logits.shape)
         if not self._use_noise:
             return log_probs, log_probs
-        noise = self._noise.peek(level).to(logits.device)
+        noise = self._coming(level).to(logits.device)
         if self._missing:
             noise = nn.functional.pad(noise, (0, self._missing), value=torch.inf)
         race = noise[:, self._draft_ids]
         return (log_probs - race.log()[:, None]).log_softmax(-1), log_probs
+
+    def _coming(self, level: int) -> torch.Tensor:
+        """The noise (B, V) of each row's own step."""
+        if self.offsets is None or not any(self.offsets):
+            return self._noise.peek(level)
+        return torch.stack([self._noise.peek(ahead + level)[row] for row, ahead in enumerate(self.offsets)])
 
 
 @dataclass
@@ -140,7 +147,7 @@ class TreeGrower:
         hidden: torch.Tensor,
         root_tokens: torch.Tensor,
         cache: DraftCache,
-        position: int,
+        position: int | torch.Tensor,
         settings: TreeSettings,
     ) -> DraftTree:
         """The tree below the root.
@@ -149,7 +156,7 @@ class TreeGrower:
             hidden: (B, 1, H) the draft's output, before the final norm, at its last committed row.
             root_tokens: (B, 1) last committed token, the one that row was fed.
             cache: The draft's rows so far.
-            position: Of the first level's rows: every node of a level has the same.
+            position: Of the first level's rows, (B, 1) where rows differ: every node of a level has the same.
             settings: Already capped.
         """
         children = min(settings.top_k, self.draft.config.draft_vocab_size)
@@ -191,11 +198,12 @@ class TreeGrower:
             seen=torch.eye(children, dtype=torch.bool, device=device).expand(batch, -1, -1),
         )
 
-    def _pass(self, frontier: _Frontier, cache: DraftCache, position: int) -> torch.Tensor:
+    def _pass(self, frontier: _Frontier, cache: DraftCache, position: int | torch.Tensor) -> torch.Tensor:
         """One pass of the draft over the frontier: (B, R, H) before the final norm."""
-        past = frontier.seen.new_ones(()).expand(*frontier.seen.shape[:2], cache.length)
+        past = frontier.seen.new_ones(()) if cache.valid is None else cache.valid[:, None]
+        past = past.expand(*frontier.seen.shape[:2], cache.length)
         visible = torch.cat([past, frontier.seen], dim=-1)[:, None]
-        positions = torch.full_like(frontier.tokens, position)
+        positions = torch.zeros_like(frontier.tokens) + position
         embeds = self.borrowed.embed(frontier.tokens)
         return self.draft.run_layers(frontier.hidden, embeds, positions, CachedAttention(cache, visible))
 

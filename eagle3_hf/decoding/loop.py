@@ -1,44 +1,43 @@
-"""The decoding loop: draft a tree, verify it in one target pass, walk it by the target's choices, commit the path."""
+"""The decoding loop: draft a tree a row, verify all in one target pass, walk them by the target's choices, commit.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+Rows of a batch accept different numbers of drafts and so run ahead of each other; where something outside may notice
+that (see `choosing`), or where it is no use, they stay at the same step: the round ends for all with the first row
+that misses. A row that is finished has a chain of known pad tokens for a tree; plain decoding runs these through the
+model as well, and its cache and scores show it.
+"""
+
+from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.utils import logging
 
 from ..acceptance import SpeculationStats
-from ..features import FeatureReader
+from ..features import FeatureReader, media_token_ids
 from ..modeling_eagle3 import Eagle3DraftModel
-from . import cache as cache_paths
+from .abilities import TREE, Ability, Way
 from .candidate import Eagle3Candidate
-from .choosing import TokenEmitter, prefix_free_warpers
+from .choosing import FURTHEST_AHEAD, TokenEmitter, prefix_free_warpers
+from .draft_rows import DraftRows, PromptMedia, forget, join, prompt_rows, ragged_rows
 from .drafting import TreeSettings
-from .masks import tree_attention
+from .node_choices import NodeChoices
+from .record import StepRecord
+from .target import CACHE_KEY, TargetRun, rope_limits, uncompiled
 from .tree import DraftTree
-from .verification import foreseen, greedy_choices, walk
-
-
-logger = logging.get_logger(__name__)
-
-# Renamed in transformers 5.24, in forward, in model kwargs and in outputs alike.
-CACHE_KEY = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
-
-_TRIAL_ROUNDS = 64
-_TRIAL_ACCEPTED = 0.1
+from .verification import Walk
 
 
 class SpeculativeDecoding:
-    """One `generate` call with a draft, batch 1.
+    """One `generate` call with a draft.
 
     Args:
         target, draft: The models; both are left as they were.
         input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: What `generate`
             hands to a decoding method.
         settings: Size of the tree.
+        ability: What the target can verify.
     """
 
     def __init__(
@@ -52,39 +51,49 @@ class SpeculativeDecoding:
         streamer,
         model_kwargs: dict[str, Any],
         settings: TreeSettings,
+        ability: Ability = TREE,
     ):
-        self.target, self.draft = target, draft
+        self.draft = draft
         self.config = generation_config
-        self.model_kwargs = model_kwargs
         self.settings = settings
         self.stats = SpeculationStats()
-        self._rope_limits = _rope_limits(target)
-        # Committed rows that the draft has not been fed yet: their features, and the token after each.
-        self._unfed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        returns_dict = generation_config.return_dict_in_generate
-        self.hidden_states: tuple | None = () if returns_dict and generation_config.output_hidden_states else None
+        self.target = TargetRun(target, generation_config, model_kwargs, ability)
+        self._model = target
+        self._prompt_mask = model_kwargs.get("attention_mask")
+        self._rope_limits = rope_limits(target)
+        # Committed rows that the draft has not been fed yet.
+        self._unfed: list[DraftRows] = []
+        returns_dict = bool(generation_config.return_dict_in_generate)
         self.warpers = prefix_free_warpers(logits_processor)
         self.tokens = TokenEmitter(
             input_ids,
             logits_processor,
             stopping_criteria,
             streamer,
+            pad_token_id=pad_token_id(generation_config),
             do_sample=bool(generation_config.do_sample),
-            keep_scores=bool(returns_dict and generation_config.output_scores),
-            keep_logits=bool(returns_dict and generation_config.output_logits),
+            record=StepRecord(
+                returns_dict and bool(generation_config.output_scores),
+                returns_dict and bool(generation_config.output_logits),
+                returns_dict and bool(generation_config.output_hidden_states),
+                returns_dict and bool(generation_config.output_attentions),
+            ),
         )
 
     def run(self):
         """Decode; returns what vanilla returns (ids, or the output object with `speculation` attached)."""
         start = perf_counter()
-        with _uncompiled(self.target), FeatureReader(self.target, self.draft.config.target_layer_ids) as reader:
+        layer_ids, media = self.draft.config.target_layer_ids, media_token_ids(self._model)
+        with uncompiled(self._model), FeatureReader(self._model, layer_ids, embeds=bool(media)) as reader:
             try:
                 self._prefill(reader)
                 while not self.tokens.done:
                     self._round(reader)
+                self._complete(reader)
             finally:
-                cache_paths.finish(self.model_kwargs[CACHE_KEY])
+                self.target.finish()
         self.tokens.finish()
+        self.stats.emitted = self.tokens.num_emitted
         spent = perf_counter() - start - self._prefill_seconds
         self.stats.other_seconds = spent - self.stats.draft_seconds - self.stats.verify_seconds
         self.draft.stats = self.stats
@@ -93,281 +102,295 @@ class SpeculativeDecoding:
     # ----- prefill --------------------------------------------------------------------------------------------------
 
     def _prefill(self, reader: FeatureReader) -> None:
-        """Run the prompt and emit the first token."""
+        """Run the prompt and emit the first token of each row."""
         start = perf_counter()
-        prompt = self.tokens.input_ids
-        mask = self.model_kwargs.get("attention_mask")
-        with _every_prompt_token(self.target, self.model_kwargs):
-            outputs = self.target._prefill(prompt, self.config, self.model_kwargs)
-        cache = outputs[CACHE_KEY]
-        cache_paths.require_supported(cache)
-        cache_paths.prepare(cache)
-        features = reader.take()
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(outputs, self.model_kwargs)
-        self._keep_states(outputs, None)
-        self.tokens.emit(outputs.logits[:, -1])
-        features, next_tokens = _prompt_rows(features, self.tokens.input_ids, mask)
-        self._unfed.append((features, next_tokens))
-        self._position = int(self.model_kwargs["position_ids"].max())
+        outputs = self.target.prefill(self.tokens.input_ids, self._slots_behind())
+        embeds, features = reader.take_embeds(), reader.take()
+        self._keep_prompt_layers(outputs)
+        self.tokens.emit(outputs.logits[:, -1], dict.fromkeys(range(self.tokens.rows), 0))
+        roots = [self.target.position_of_root(row) for row in range(self.tokens.rows)]
+        media = None if embeds is None else PromptMedia(embeds, media_token_ids(self._model))
+        columns = self.tokens.columns(self.tokens.prompt_length + 1)
+        rows = prompt_rows(features, columns, self._prompt_mask, roots, media)
+        self._unfed.append(rows)
         self._candidate = Eagle3Candidate(
-            self.target,
+            self._model,
             self.draft,
             self.settings,
             noise=self.tokens.noise,
             warpers=self.warpers,
-            start_position=self._position - features.shape[1],
-            pad_token_id=int(next_tokens[0, -1]),
+            start_position=roots[0] - rows.features.shape[1],
+            pad_token_id=int(rows.tokens[0, -1]),
             use_noise=getattr(self.draft.generation_config, "assistant_known_noise", True),
         )
+        # All rows, finished ones too, are then at the same step from the first to the last.
+        forced = bool(self._rope_limits) or self.target.ability.way is Way.CHAIN
+        self._in_step = self.tokens.needs_lock_step or (self.tokens.rows > 1 and forced)
+        self._cache_is_seen = self.target.cache_is_seen
         self._prefill_seconds = perf_counter() - start
+
+    def _slots_behind(self) -> int:
+        """Slots of a cache that text and trees can take behind the prompt."""
+        new, nodes = self.config.max_length - self.tokens.prompt_length, self.settings.num_nodes + 1
+        # In a batch, finished rows follow the others by chains of known tokens.
+        chain = 0 if self.tokens.rows == 1 else min(new, FURTHEST_AHEAD) + self.settings.depth + 1
+        return new + max(nodes, chain)
 
     # ----- rounds ---------------------------------------------------------------------------------------------------
 
     def _round(self, reader: FeatureReader) -> None:
         """Draft, verify, walk, commit."""
         start = perf_counter()
-        tree = self._draft_tree()
+        live = [row for row in range(self.tokens.rows) if not self.tokens.is_closed(row)]
+        walking = self._not_waiting(live)
+        tree = self._draft_trees(walking)
+        following = self._following(tree, walking)
+        idle = [row for row in range(self.tokens.rows) if row not in walking]
+        tree = tree.with_chains({row: following.get(row) or self._known_chain(row, 1) for row in idle})
         drafted = perf_counter()
-        cache = self.model_kwargs[CACHE_KEY]
-        past_length = cache.get_seq_length()
-        reader.clear()
-        outputs = self._verify(tree, past_length)
-        cache = self._same_or_new_cache(outputs[CACHE_KEY], cache)
-        features = reader.take()[:, -tree.tokens.shape[1] :]
+        outputs, features = self._verify(tree, reader)
         verified = perf_counter()
-
-        path: list[int] = []
+        walk = Walk(tree.host(), self._together(walking))
+        steps = self.tokens.steps
         try:
-            accepted = self._walk(tree, outputs, path)
-        finally:
-            # Also when a callback raises: a user's cache then holds what it would hold without a draft.
-            cache_paths.keep_path(cache, past_length, path, tree.tokens.shape[1])
-        self.model_kwargs = self.target._update_model_kwargs_for_generation(
-            outputs, self.model_kwargs, num_new_tokens=len(path)
-        )
-        self._position += len(path)
-        self._unfed.append((features[:, path], self.tokens.input_ids[:, -len(path) :]))
+            self._walk(walk, outputs, tree.tokens.shape[1], walking, list(following))
+        except BaseException:
+            # A user's cache then holds what it would hold without a draft.
+            self._keep_interrupted(walk, tree.tokens.shape[1])
+            raise
+        self._commit(walk, features, live)
         self.stats.draft_seconds += drafted - start
         self.stats.verify_seconds += verified - drafted
-        # A text that ends at an accepted draft leaves what is below that draft untried.
-        self.stats.record(accepted, accepted if accepted == len(path) else tree.max_depth, len(path))
-        if tree.max_depth:
-            self._watch_acceptance(accepted)
-        self.tokens.end_round(len(path) - 1)
+        for row in walking:
+            self._count(walk, row, tree)
+        self.tokens.end_round(self.tokens.steps - steps)
 
-    def _draft_tree(self) -> DraftTree:
-        depth = self._depth_left()
+    def _not_waiting(self, live: list[int]) -> list[int]:
+        """Rows with a token left to emit, and not so far ahead that the others must catch up first."""
+        if self.tokens.rows == 1:
+            return live
+        return [row for row in live if self.tokens.room(row) != 0 and self.tokens.lead(row) < FURTHEST_AHEAD]
+
+    def _together(self, walking: list[int]) -> Iterable[int]:
+        """Rows whose round ends with the first of them that misses."""
+        if self._in_step:
+            return range(self.tokens.rows)
+        return walking if self.tokens.was_moved else ()
+
+    def _verify(self, tree: DraftTree, reader: FeatureReader):
+        reader.clear()
+        columns = self.tokens.prompt_length + max(self.target.ends) - self.target.first_end
+        outputs = self.target.verify(tree, self.tokens.columns(columns))
+        return outputs, reader.take()[:, -tree.tokens.shape[1] :]
+
+    def _count(self, walk: Walk, row: int, tree: DraftTree) -> None:
+        """A walk that ends at an accepted draft leaves what is below that draft untried."""
+        accepted, path = walk.accepted[row], walk.paths[row]
+        if not path:
+            return
+        depth = depth_of(tree, row)
+        self.stats.record(accepted, accepted if accepted == len(path) else depth, len(path))
+        if depth:
+            self._candidate.watch(accepted)
+
+    # ----- drafting -------------------------------------------------------------------------------------------------
+
+    def _draft_trees(self, walking: list[int]) -> DraftTree:
+        roots = self._roots()
+        depth = self._depth_left(walking)
         if depth < 1:
-            return DraftTree.root_only(self.tokens.input_ids[:, -1:])
-        features, next_tokens = self._unfed[0] if len(self._unfed) == 1 else map(_join, zip(*self._unfed, strict=True))
-        self._unfed.clear()
-        # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
-        return self._candidate.draft_tree(features, next_tokens, max_depth=depth).trimmed()
+            tree = DraftTree.root_only(roots)
+        else:
+            rows = join(self._unfed)
+            self._unfed.clear()
+            ragged = {} if rows.valid is None else {"positions": rows.positions, "valid": rows.valid, "roots": roots}
+            self._candidate.look_ahead([self.tokens.lead(row) for row in range(self.tokens.rows)])
+            # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
+            media = {} if rows.embeds is None else {"embeds": rows.embeds, "embedded": rows.embedded}
+            tree = self._candidate.draft_tree(rows.features, rows.tokens, depth, **ragged, **media).trimmed()
+        return tree
 
-    def _depth_left(self) -> int:
+    def _roots(self) -> torch.Tensor:
+        """(B, 1) the last token of each row, whose entry is not in the cache yet."""
+        first = self.target.first_end
+        roots = [self.tokens.known(row, end - first, 1) for row, end in enumerate(self.target.ends)]
+        return torch.tensor(roots, device=self.tokens.device)
+
+    def _following(self, tree: DraftTree, walking: list[int]) -> dict[int, list[int]]:
+        """Chains of pad tokens of the rows that are finished, as far as any other row can get: plain decoding runs
+        these tokens too, and whoever is shown cache, scores or calls of processors sees them."""
+        if not (self._in_step or self._cache_is_seen):
+            return {}
+        reach = max(self.target.ends[row] + depth_of(tree, row) + 1 for row in walking)
+        lengths = {row: reach - end for row, end in enumerate(self.target.ends) if self.tokens.is_closed(row)}
+        return {row: self._known_chain(row, length) for row, length in lengths.items() if length > 0}
+
+    def _known_chain(self, row: int, length: int) -> list[int]:
+        """The next tokens of a row that is finished, its root first."""
+        return self.tokens.known(row, self.target.ends[row] - self.target.first_end, length)
+
+    def _depth_left(self, walking: list[int]) -> int:
         """The deepest level that could still be emitted; 0 where a tree would change the target's frequencies."""
-        length = self.tokens.input_ids.shape[1]
+        lengths = [self.tokens.prompt_length + count for count in self.tokens.counts]
+        positions = [self.target.position_of_root(row) for row in range(self.tokens.rows)]
         for limit, constant_behind in self._rope_limits:
             # Some models count columns (padding too) and some positions, so that both must be clear of the limit.
-            before = max(length, self._position + 1) + self.settings.num_nodes <= limit
-            behind = constant_behind and min(length - 1, self._position) > limit
+            before = max(lengths + [place + 1 for place in positions]) + self.settings.num_nodes <= limit
+            behind = constant_behind and min([length - 1 for length in lengths] + positions) > limit
             if not before and not behind:
                 return 0
-        return self.config.max_length - length - 1
+        room = [self.config.max_length - lengths[row] for row in walking]
+        return min(room, default=0) - 1
 
-    def _walk(self, tree: DraftTree, outputs, path: list[int]) -> int:
-        """Emit the target's choice at each node of its way through the tree; returns how many drafts were right.
+    # ----- walking --------------------------------------------------------------------------------------------------
+
+    def _walk(self, walk: Walk, outputs, num_nodes: int, walking: list[int], following: list[int]) -> None:
+        """Emit the target's choice at each node of each row's way through its tree.
 
         Args:
-            path: Filled with the visited nodes, one per emitted token.
+            walking: Rows that emit.
+            following: Rows whose trees are chains of pad tokens.
         """
-        tokens, parents = tree.host()[0]
-        choose = self._chooser(outputs, tree.tokens.shape[1])
+        shown = self._in_step or self.tokens.record.keeps_anything
 
-        def visit(node: int) -> int:
-            path.append(node)
-            return choose(node)
+        def goes_on(row: int) -> bool:
+            if self.tokens.done or self.tokens.taken_back_from(row) is not None:
+                return False
+            return row in following or (self.tokens.room(row) != 0 and (shown or not self.tokens.is_closed(row)))
 
-        for node, token in walk(tokens, parents, visit):
-            if self.tokens.done:
-                return len(path) - 1 + foreseen(tokens, parents, node, token)
-        return len(path) - 1
+        if not shown:
+            for row in following:
+                walk.take_all(row)
+        asked = sorted(walking + following) if shown else walking
+        walk.run(asked, self._choices(walk, outputs, num_nodes), goes_on)
 
-    def _verify(self, tree: DraftTree, past_length: int):
-        """The target's forward over the tree's nodes, each seeing the past and its ancestors."""
-        tokens = tree.tokens.to(self.tokens.input_ids.device)
-        num_nodes = tokens.shape[1]
-        kwargs = _tree_kwargs(self.model_kwargs, tree, num_nodes)
-        candidate_ids = torch.cat([self.tokens.input_ids, tokens[:, 1:]], dim=1)
-        if num_nodes == 1:
-            return self._forward(candidate_ids, 1, kwargs)
-        with tree_attention(tree.ancestors, tree.depths, past_length) as active:
-            outputs = self._forward(candidate_ids, num_nodes, kwargs)
-        if not active.used:
-            raise ValueError(
-                f"{type(self.target).__name__} makes its attention masks outside transformers' mask functions, so it "
-                "cannot verify a draft tree: generate without assistant_model"
-            )
-        return outputs
-
-    def _forward(self, candidate_ids: torch.Tensor, num_nodes: int, kwargs: dict[str, Any]):
-        inputs = self.target.prepare_inputs_for_generation(candidate_ids, next_sequence_length=num_nodes, **kwargs)
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = num_nodes
-        return self.target(**inputs, return_dict=True)
-
-    def _same_or_new_cache(self, used, before):
-        """A model that ran the whole text again (see `_rope_limits`) has filled another cache."""
-        if used is not before:
-            cache_paths.prepare(used)
-            self.model_kwargs[CACHE_KEY] = used
-        return used
-
-    def _chooser(self, outputs, num_nodes: int) -> Callable[[int], int]:
-        """From a node to the token that the target puts behind it, emitting it on the way."""
-        logits = outputs.logits[:, -num_nodes:]
-        if num_nodes == 1:
-            # As in plain decoding, whose hidden states are all that the forward gave.
-            return lambda node: self._emit(outputs, None, lambda: self.tokens.emit(logits[:, 0]))
-        if self._chooses_at_once(logits.device):
-            choices = greedy_choices(logits)[0].tolist()
-            return lambda node: self._emit(outputs, node, lambda: self.tokens.emit_token(choices[node]))
-        return lambda node: self._emit(outputs, node, lambda: self.tokens.emit(logits[:, node]))
+    def _choices(self, walk: Walk, outputs, num_nodes: int) -> NodeChoices:
+        at_once = self._chooses_at_once(outputs.logits.device)
+        return NodeChoices(self.tokens, self.target, walk, outputs, num_nodes, at_once)
 
     def _chooses_at_once(self, device: torch.device) -> bool:
         """One transfer for all nodes instead of one per visited node; on a CPU the argmax itself is what costs."""
         return self.tokens.is_plain_greedy and device.type != "cpu"
 
-    def _emit(self, outputs, node: int | None, emit: Callable[[], int]) -> int:
-        self._keep_states(outputs, node)
-        return emit()
+    def _keep_prompt_layers(self, outputs) -> None:
+        """Hidden states and attentions of the whole prompt, or of its last chunk: what the first token came from."""
+        record = self.tokens.record
+        if record.states is not None:
+            record.states.put_all(outputs.hidden_states)
+        if record.attentions is not None:
+            record.attentions.put_all(outputs.attentions)
 
-    def _keep_states(self, outputs, node: int | None) -> None:
-        """Per emitted token the hidden states it came from: the whole prompt's first, then one position each."""
-        if self.hidden_states is not None:
-            states = outputs.hidden_states
-            picked = states if node is None else tuple(state[:, node : node + 1] for state in states)
-            self.hidden_states += (picked,)
+    # ----- committing -----------------------------------------------------------------------------------------------
 
-    def _watch_acceptance(self, accepted: int) -> None:
-        """Warn once about a head whose first rounds accept next to nothing: it runs, but something is wrong."""
-        rounds, total = self.draft._trial[0] + 1, self.draft._trial[1] + accepted
-        self.draft._trial = (rounds, total)
-        if rounds == _TRIAL_ROUNDS and total < _TRIAL_ACCEPTED * rounds:
-            logger.warning(
-                f"The draft head had {total} drafts accepted in its first {rounds} rounds. The text is still the "
-                f"target's, but not sooner. Likely causes: wrong target_layer_ids (now "
-                f"{self.draft.config.target_layer_ids}), "
-                f"wrong rope_parameters (now {self.draft.config.rope_parameters}), or a head for another target."
-            )
+    def _commit(self, walk: Walk, features: torch.Tensor, live: list[int]) -> None:
+        """Keep in the cache, and hand to the draft, what the rows have emitted and nobody has taken back.
+
+        Args:
+            features: (B, N, A * Ht) at the nodes.
+            live: Rows that were not closed before the round: the draft is not told of pad tokens.
+        """
+        old = self.target.ends
+        positions = [self.target.position_of_root(row) for row in range(len(old))]
+        ends = [self._new_end(row, walk.paths[row]) for row in range(len(old))]
+        paths = [path[: max(0, end - begin)] for path, end, begin in zip(walk.paths, ends, old, strict=True)]
+        self.target.keep(paths, features.shape[1], ends, self._needed_from(ends))
+        told = [path if row in live else [] for row, path in enumerate(paths)]
+        self._unfed.append(self._draft_rows(told, features, old, positions))
+        for row, (end, begin) in enumerate(zip(ends, old, strict=True)):
+            if end < begin:
+                self._candidate.forget(row, self.target.position_of_root(row))
+                forget(self._unfed, row, self.target.position_of_root(row))
+        self.tokens.forget_taken_back()
+
+    def _new_end(self, row: int, path: list[int]) -> int:
+        """Slots of a row that hold what its text now says: of a row that goes on, all but its newest token."""
+        first, taken_back = self.target.first_end, self.tokens.taken_back_from(row)
+        if not self.tokens.is_closed(row):
+            return first + self.tokens.counts[row] - 1
+        reached = self.target.ends[row] + len(path)
+        return reached if taken_back is None else min(reached, first + taken_back)
+
+    def _needed_from(self, ends: list[int]) -> int:
+        """No row will end before this slot again: not by being taken back, nor for the pads it still lacks."""
+        return min([self.target.first_end + self.tokens.steps - 1, *(ends if self._cache_is_seen else [])])
+
+    def _draft_rows(
+        self, paths: list[list[int]], features: torch.Tensor, starts: list[int], positions: list[int]
+    ) -> DraftRows:
+        """The committed nodes' features, and the token behind each."""
+        if self.tokens.rows == 1:
+            tokens = self.tokens.known(0, starts[0] - self.target.first_end + 1, len(paths[0]))
+            return DraftRows(features[:, paths[0]], torch.tensor([tokens], device=self.tokens.device))
+        return ragged_rows(
+            features,
+            paths,
+            [
+                self.tokens.known(row, start - self.target.first_end + 1, len(paths[row]))
+                for row, start in enumerate(starts)
+            ],
+            positions,
+        )
+
+    def _keep_interrupted(self, walk: Walk, num_nodes: int) -> None:
+        """Leave the cache as plain decoding would: with all that came before the step at which something raised.
+
+        (A row that was finished in this very round lacks the pad tokens behind its end: they have not been run.)
+        """
+        ends = [end + len(path) for end, path in zip(self.target.ends, walk.paths, strict=True)]
+        self.target.keep(walk.paths, num_nodes, ends, self._needed_from(ends))
+        if len(ends) > 1:
+            live = [end for row, end in enumerate(ends) if not self.tokens.is_closed(row)]
+            self.target.cut(min(live, default=self.target.first_end + self.tokens.steps - 1))
+
+    def _complete(self, reader: FeatureReader) -> None:
+        """Bring the cache of a batch to where plain decoding leaves it: every row as long as the longest text."""
+        if self._cache_is_seen and self.target.ability.restores:
+            self.target.catch_up(self.tokens.input_ids[:, :-1])
+        if self.tokens.rows == 1:
+            return
+        end = self.target.first_end + self.tokens.steps - 1
+        if self._cache_is_seen:
+            while min(self.target.ends) < end:
+                self._catch_up(reader, end)
+        self.target.cut(end)
+
+    def _catch_up(self, reader: FeatureReader, end: int) -> None:
+        """Run the pad tokens of finished rows that plain decoding has run; no text comes of it."""
+        behind = [row for row, at in enumerate(self.target.ends) if at < end]
+        chains = {row: self._known_chain(row, max(1, end - at)) for row, at in enumerate(self.target.ends)}
+        tree = DraftTree.root_only(self._roots()).with_chains(chains)
+        outputs, _ = self._verify(tree, reader)
+        walk = Walk(tree.host())
+        if self.tokens.record.keeps_anything:
+            walk.run(behind, self._choices(walk, outputs, tree.tokens.shape[1]), lambda row: True)
+        else:
+            for row in behind:
+                walk.take_all(row)
+        ends = [at + len(path) for at, path in zip(self.target.ends, walk.paths, strict=True)]
+        self.target.keep(walk.paths, tree.tokens.shape[1], ends, min(ends))
+
+    # ----- results --------------------------------------------------------------------------------------------------
 
     def _result(self):
         if not self.config.return_dict_in_generate:
             return self.tokens.input_ids
+        steps, record = self.tokens.steps, self.tokens.record
         output = GenerateDecoderOnlyOutput(
             sequences=self.tokens.input_ids,
-            scores=self.tokens.scores,
-            logits=self.tokens.logits,
-            hidden_states=self.hidden_states,
-            **{CACHE_KEY: self.model_kwargs[CACHE_KEY]},
+            scores=record.scores_until(steps),
+            logits=record.logits_until(steps),
+            attentions=None if record.attentions is None else record.attentions.until(steps),
+            hidden_states=None if record.states is None else record.states.until(steps),
+            **{CACHE_KEY: self.target.cache},
         )
         output.speculation = self.stats  # an attribute, not a key: the output's keys and to_tuple() stay vanilla's
         return output
 
 
-def _join(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return torch.cat(parts, dim=1)
+def pad_token_id(config: GenerationConfig) -> int | None:
+    pad = config._pad_token_tensor
+    return None if pad is None else int(pad)
 
 
-def _rope_limits(target: PreTrainedModel) -> list[tuple[int, bool]]:
-    """Lengths at which the target's rotary frequencies change, and whether they are constant behind that.
-
-    `dynamic` and `longrope` frequencies follow the furthest position of a forward, and the nodes of a tree are
-    positions that plain decoding has not reached: a tree must end before the change. (Phi-3 also runs the whole text
-    again at the change, without its cache.)
-    """
-    text_config = target.config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    limits = []
-    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        kind = parameters.get("rope_type") or ""
-        if kind == "longrope":
-            original = parameters.get("original_max_position_embeddings") or text_config.max_position_embeddings
-            limits.append((original, True))
-        elif "dynamic" in kind:
-            limits.append((text_config.max_position_embeddings, False))
-    return limits
-
-
-@contextmanager
-def _every_prompt_token(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Iterator[None]:
-    """Layers that share keys may skip all prompt tokens but the last (Gemma 4), unless a hidden state is asked for."""
-    asked = model_kwargs.get("output_hidden_states")
-    if asked or not getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
-        yield
-        return
-    model_kwargs["output_hidden_states"] = [1]
-    try:
-        yield
-    finally:
-        del model_kwargs["output_hidden_states"]
-        if asked is not None:
-            model_kwargs["output_hidden_states"] = asked
-
-
-@contextmanager
-def _uncompiled(target: PreTrainedModel) -> Iterator[None]:
-    """Run a compiled target's own code in this block: compiled code asks neither our hooks nor our masks."""
-    compiled = any(
-        module._compiled_call_impl is not None
-        or "_orig_mod" in module._modules
-        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-        for module in target.modules()
-    )
-    if not compiled:
-        yield
-        return
-    logger.warning_once(
-        f"{type(target).__name__} is compiled; beside a draft head it runs uncompiled, since a compiled forward can "
-        "neither be read nor be shown a tree. The text is the same."
-    )
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def _prompt_rows(features: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None):
-    """The prompt's rows for the draft: features and next tokens, without padding and without unknown tokens.
-
-    Fewer ids than features (a prompt given as embeddings) leave only the last row; fewer features than ids (an older
-    cache continued) leave the newest ones.
-    """
-    length = min(features.shape[1], ids.shape[1] - 1)
-    if features.shape[1] > length:
-        length = 1
-    features, next_tokens = features[:, -length:], ids[:, -length:]
-    if mask is not None and mask.dim() == 2:
-        shown = mask[0, -length:].bool()
-        if not bool(shown.any()):
-            return features[:, -1:], next_tokens[:, -1:]  # the text goes on even from a prompt that is all padding
-        if not bool(shown.all()):
-            following = torch.cat([shown[1:], shown.new_ones(1)])
-            features, next_tokens = features[:, shown.to(features.device)], next_tokens[:, following]
-    return features, next_tokens[:, -features.shape[1] :]
-
-
-def _tree_kwargs(model_kwargs: dict[str, Any], tree: DraftTree, num_nodes: int) -> dict[str, Any]:
-    """The model kwargs of one verification: positions along the tree, masks and token types long enough for it."""
-    kwargs = dict(model_kwargs)
-    positions = kwargs["position_ids"]
-    depths = tree.depths.to(positions.device, positions.dtype)
-    kwargs["position_ids"] = torch.cat([positions[..., :-1], positions[..., -1:] + depths], dim=-1)
-    mask = kwargs.get("attention_mask")
-    if mask is not None:
-        kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], num_nodes - 1)], dim=-1)
-    types = kwargs.get("token_type_ids")
-    if types is not None:
-        kwargs["token_type_ids"] = torch.cat([types, types[:, -1:].expand(-1, num_nodes - 1)], dim=-1)
-    types = kwargs.get("mm_token_type_ids")
-    if types is not None:
-        kwargs["mm_token_type_ids"] = torch.cat([types, types.new_zeros(types.shape[0], num_nodes - 1)], dim=-1)
-    return kwargs
+def depth_of(tree: DraftTree, row: int) -> int:
+    return DraftTree._path_length(tree.host()[row].parents)

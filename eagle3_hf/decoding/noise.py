@@ -70,17 +70,39 @@ class Noise:
                 f"this noise is for probabilities of shape {self._shape} in {self._dtype}, got {tuple(probs.shape)} "
                 f"in {probs.dtype}; make a new `Noise` for them"
             )
-        self._drop_if_moved()
-        race = probs / self._draw_up_to(0)
+        winners, valid = self.race(probs, self.peek(0))
+        if not valid:
+            return torch.multinomial(probs, 1).squeeze(-1)
+        self.advance()
+        return winners
+
+    @staticmethod
+    def race(probs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """
+        The winners `(B,)` of `argmax(probs / noise)`, and whether they are certainly multinomial's.
+
+        A winner is positive and finite unless the probabilities are invalid (argmax takes NaN for the greatest), save
+        for negative ones, which never win: multinomial itself must then say what is wrong, or that all is well.
+        """
+        race = probs / noise
         winners = race.argmax(dim=-1, keepdim=True)
         best = race.gather(-1, winners)
-        # A winner is positive and finite unless the probabilities are invalid (argmax takes NaN for the greatest),
-        # save for negative ones, which never win. multinomial itself then says what is wrong, or that all is well.
-        if not bool(((best > 0) & (best < torch.inf)).all() & (probs.min() >= 0)):
-            return torch.multinomial(probs, 1).squeeze(-1)
+        valid = bool(((best > 0) & (best < torch.inf)).all() & (probs.min() >= 0))
+        return winners.squeeze(-1), valid
+
+    def check(self, probs: torch.Tensor) -> None:
+        """Let multinomial itself refuse probabilities `(n, V)` that it cannot draw from; no generator in use moves."""
+        torch.multinomial(probs, 1, generator=torch.Generator(self._real.device))
+
+    def advance(self) -> None:
+        """The next step's noise has been used: the generator moves as plain sampling would have moved it."""
+        self._draw_up_to(0)
         _, self._left_at = self._steps.popleft()
         self._real.set_state(self._left_at)
-        return winners.squeeze(-1)
+
+    def was_moved(self) -> bool:
+        """Whether somebody else has drawn from the generator, or set it: what was known ahead is then forgotten."""
+        return self._drop_if_moved()
 
     def _draw_up_to(self, step: int) -> torch.Tensor:
         while len(self._steps) <= step:
@@ -89,10 +111,12 @@ class Noise:
             self._steps.append((noise, self._ahead.get_state()))
         return self._steps[step][0]
 
-    def _drop_if_moved(self) -> None:
-        if not torch.equal(self._real.get_state(), self._left_at):
+    def _drop_if_moved(self) -> bool:
+        moved = not torch.equal(self._real.get_state(), self._left_at)
+        if moved:
             self._steps.clear()
             self._left_at = self._start()
+        return moved
 
     def _start(self) -> torch.Tensor:
         state = self._real.get_state()

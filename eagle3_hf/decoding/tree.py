@@ -4,7 +4,7 @@ A tree of a batch row is two lists: `tokens` and `parents`. Node 0 is the root (
 stands before its children, and everything else (depths, ancestors, paths) is derived from the parents on demand.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -118,6 +118,33 @@ class DraftTree:
         parts = (part[:, :size] for part in (self.tokens, self.parents, self.scores, self.log_probs))
         tokens, parents, scores, log_probs = parts
         return DraftTree(tokens, parents, self.num_nodes, scores, log_probs)
+
+    def with_chains(self, chains: Mapping[int, Sequence[int]]) -> "DraftTree":
+        """The same trees, but some rows' replaced by chains of known tokens, roots first. Waits for the device."""
+        if not chains:
+            return self
+        trees = [
+            HostTree(list(chains[row]), list(range(-1, len(chains[row]) - 1))) if row in chains else tree
+            for row, tree in enumerate(self.host())
+        ]
+        size = max(len(tree.tokens) for tree in trees)
+        grown = max(0, size - self.tokens.shape[1])
+        pads = [size - len(tree.tokens) for tree in trees]
+        tokens = [tree.tokens + tree.tokens[:1] * pad for tree, pad in zip(trees, pads, strict=True)]
+        parents = [tree.parents + [0] * pad for tree, pad in zip(trees, pads, strict=True)]
+        device = self.tokens.device
+        scores, log_probs = (
+            torch.nn.functional.pad(part, (0, grown), value=-torch.inf)[:, :size]
+            for part in (self.scores, self.log_probs)
+        )
+        replaced = torch.tensor([row in chains for row in range(len(trees))], device=device)[:, None]
+        return DraftTree(
+            torch.tensor(tokens, device=device),
+            torch.tensor(parents, device=device),
+            torch.tensor([len(tree.tokens) for tree in trees], device=device),
+            scores.masked_fill(replaced, 0.0),
+            log_probs.masked_fill(replaced, 0.0),
+        )
 
     def path(self, row: int, node: int) -> list[int]:
         """Node indices from the root to `node` (both included) in batch row `row`."""

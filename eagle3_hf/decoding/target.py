@@ -1,0 +1,319 @@
+"""The target's side of a call: its prefill, its forwards over draft trees, and its cache, of which paths are kept.
+
+Rows of a batch end at different *slots* of the cache, left-aligned: row `b` has its committed entries in slots up to
+`ends[b]`, nodes of a tree stand behind the longest row, and the entries of a row's path are then moved to the row's
+own end. Nothing that is committed ever moves, the cache grows with the longest row, and a slot is a column of the ids.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils import logging
+
+from . import cache as cache_paths
+from .abilities import TREE, Ability, Way
+from .attentions import KeyColumns
+from .masks import maskable_attention, tree_attention
+from .snapshots import Snapshot, has_entries, require_restorable
+from .tree import DraftTree
+
+
+logger = logging.get_logger(__name__)
+
+# Accepted tokens that a restored cache may still lack; they are fed again with every chain until one is all accepted.
+_MOST_FED_AGAIN = 16
+# Renamed in transformers 5.24, in forward, in model kwargs and in outputs alike.
+CACHE_KEY = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+# Before transformers did, any cache may be one that the user brought.
+_BROUGHT_CACHES_ARE_MARKED = "_is_user_defined" in inspect.getsource(GenerationMixin._prepare_cache_for_generation)
+
+
+class TargetRun:
+    """One call's target.
+
+    Args:
+        target: Left as it was.
+        config: The call's generation config.
+        model_kwargs: What `generate` hands to a decoding method.
+        ability: What the target can verify. Of a chain all rows keep equally much.
+
+    Attributes:
+        ends: Committed slots of each row: the root of its next tree stands there.
+        first_end: The same after the prefill.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        ability: Ability = TREE,
+    ):
+        self.target = target
+        self.ability = ability
+        self.ends: list[int] = []
+        self.first_end = 0
+        self._config = config
+        self._kwargs = model_kwargs
+        self._snapshot: Snapshot | None = None  # of the cache when it held `_cached` slots
+        self._cached = 0  # fewer than `ends` while tokens wait to be fed again
+
+    @property
+    def cache(self):
+        return self._kwargs[CACHE_KEY]
+
+    def prefill(self, prompt: torch.Tensor, free_slots: int = 0):
+        """Run the prompt (B, P); returns the forward's outputs. Text and trees may take `free_slots` behind it."""
+        with every_prompt_token(self.target, self._kwargs):
+            outputs = self.target._prefill(prompt, self._config, self._kwargs)
+        cache = outputs[CACHE_KEY]
+        rows = outputs.logits.shape[0]
+        if self.ability.restores:
+            require_restorable(cache)
+        else:
+            cache_paths.require_supported(cache)
+            cache_paths.prepare(cache, rows > 1 and self.ability.way is Way.TREE, free_slots)
+        self._kwargs = self.target._update_model_kwargs_for_generation(outputs, self._kwargs)
+        self.first_end = self._cached = (
+            int(cache.get_seq_length()) if has_entries(cache) else self._tokens_seen(prompt)
+        )
+        self.ends = [self.first_end] * rows
+        self._root_positions = self._find_root_positions(rows, outputs.logits.device)
+        return outputs
+
+    def _tokens_seen(self, prompt: torch.Tensor) -> int:
+        """For caches of states alone, which do not count."""
+        mask, embeds = self._kwargs.get("attention_mask"), self._kwargs.get("inputs_embeds")
+        if mask is not None:
+            return mask.shape[1] - 1
+        return prompt.shape[1] or embeds.shape[1]
+
+    def _find_root_positions(self, rows: int, device: torch.device) -> torch.Tensor:
+        """(..., B, 1) positions of the first roots; counted, for models that take none."""
+        positions, mask = self._kwargs.get("position_ids"), self._kwargs.get("attention_mask")
+        if positions is not None:
+            return positions[..., -1:]
+        if mask is not None:
+            return mask.sum(-1, keepdim=True) - 1
+        return torch.full((rows, 1), self.first_end, device=device)
+
+    def finish(self) -> None:
+        """The cache is again one that no tree ever entered."""
+        if CACHE_KEY in self._kwargs and self._kwargs[CACHE_KEY] is not None:
+            cache_paths.finish(self.cache, self.cache_is_seen)
+
+    @property
+    def cache_is_seen(self) -> bool:
+        """Whether anybody has the cache after the call: whoever asked for it, or whoever brought it."""
+        brought = getattr(self.cache, "_is_user_defined", not _BROUGHT_CACHES_ARE_MARKED)
+        return bool(self._config.return_dict_in_generate) or brought
+
+    def key_columns(self) -> list[KeyColumns]:
+        """What plain decoding would show of each layer's keys."""
+        return cache_paths.key_columns(self.cache, getattr(self.target.config.get_text_config(), "layer_types", None))
+
+    def position_of_root(self, row: int) -> int:
+        """The next root's position: the largest of several axes, where a model has those."""
+        return int(self._root_positions[..., row, :].max()) + self.ends[row] - self.first_end
+
+    def verify(self, tree: DraftTree, committed: torch.Tensor):
+        """The forward over the tree's nodes, each seeing its row's past and its own ancestors.
+
+        Args:
+            tree: (B, N) trees.
+            committed: (B, T) ids of all columns before the nodes'.
+        """
+        if self.ability.way is not Way.TREE:
+            return self._verify_chain(tree.tokens, committed)
+        tokens = tree.tokens.to(committed.device)
+        num_nodes, longest = tokens.shape[1], max(self.ends)
+        kwargs = self._tree_kwargs(tree.depths)
+        ids = torch.cat([committed, tokens], dim=1)
+        uniform = min(self.ends) == longest
+        if num_nodes == 1 and uniform:
+            outputs = self._forward(ids, 1, kwargs)
+        else:
+            past = longest if uniform else torch.tensor(self.ends, device=tree.tokens.device)
+            with maskable_attention(self.target), tree_attention(tree.ancestors, tree.depths, past) as active:
+                outputs = self._forward(ids, num_nodes, kwargs)
+            if not active.used:
+                raise ValueError(
+                    f"{type(self.target).__name__} makes its attention masks outside transformers' mask functions, so "
+                    "it cannot verify a draft tree: generate without assistant_model"
+                )
+        self._take_cache(outputs[CACHE_KEY])
+        return outputs
+
+    def _verify_chain(self, tokens: torch.Tensor, committed: torch.Tensor):
+        """A few tokens more of each row's text, in one plain forward; behind those that the cache still lacks."""
+        if self.ends[0] - self._cached > _MOST_FED_AGAIN:
+            self.catch_up(committed)
+        if self.ability.restores and self._snapshot is None:
+            self._snapshot = Snapshot(self.cache)
+        count = tokens.shape[1]
+        outputs = self._forward_chain(torch.cat([committed, tokens.to(committed.device)], dim=1), count)
+        if outputs.get("hidden_states") is not None:
+            outputs.hidden_states = tuple(state[:, -count:] for state in outputs.hidden_states)
+        return outputs
+
+    def _forward_chain(self, ids: torch.Tensor, count: int):
+        """All of `ids` (B, T) that the cache lacks, the last `count` of which are not committed."""
+        depths = torch.arange(count, device=ids.device).expand(len(self.ends), -1)
+        again = self.ends[0] - self._cached
+        return self._forward(ids, again + count, self._tree_kwargs(depths), logits=max(1, count))
+
+    def catch_up(self, committed: torch.Tensor) -> None:
+        """Feed the cache the committed tokens (B, T) that a restored one still lacks."""
+        if self.ability.restores and self._cached < self.ends[0]:
+            self._forward_chain(committed, 0)
+            self._cached, self._snapshot = self.ends[0], None
+
+    def keep(self, paths: list[list[int]], num_nodes: int, new_ends: list[int], needed_from: int) -> None:
+        """Keep each row's path behind its own end, or less than was there, and drop the rest.
+
+        Args:
+            paths: Nodes of each row, the root first.
+            num_nodes: Nodes of the tree, padding included.
+            new_ends: Committed slots of each row from now on.
+            needed_from: Windows may forget what no slot from here on can see.
+        """
+        if self.ability.way is not Way.TREE:
+            self._keep_chain(num_nodes, new_ends)
+        elif len(paths) == 1 and new_ends[0] == self.ends[0] + len(paths[0]):
+            cache_paths.keep_path(self.cache, self.ends[0], paths[0], num_nodes)
+        else:
+            cache_paths.keep_paths(self.cache, self.ends, paths, num_nodes, new_ends, needed_from)
+        self.ends = new_ends
+
+    def _keep_chain(self, num_nodes: int, new_ends: list[int]) -> None:
+        if min(new_ends) != max(new_ends):
+            raise ValueError(f"rows of chains must end at the same slot, got {new_ends}")
+        kept = new_ends[0] - self.ends[0]
+        if kept < 0:
+            raise ValueError(f"chains take back no committed tokens, but would end at {new_ends[0]} < {self.ends[0]}")
+        if not self.ability.restores:
+            cache_paths.keep_path(self.cache, self.ends[0], range(kept), num_nodes)
+            self._cached = new_ends[0]
+        elif kept == num_nodes:
+            self._cached, self._snapshot = new_ends[0], None
+        else:
+            self._snapshot.restore(self.cache)
+
+    def cut(self, end: int) -> None:
+        """Cut the cache to `end` slots in every row."""
+        if max(self.ends) > end:
+            cache_paths.cut(self.cache, max(self.ends) - end)
+        self.ends = [end] * len(self.ends)
+
+    def _forward(self, ids: torch.Tensor, num_nodes: int, kwargs: dict[str, Any], logits: int | None = None):
+        inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = num_nodes if logits is None else logits
+        return self.target(**inputs, return_dict=True)
+
+    def _take_cache(self, used) -> None:
+        """A model that ran the whole text again (see `rope_limits`) has filled another cache."""
+        if used is not self.cache:
+            cache_paths.prepare(used, ragged=len(self.ends) > 1)
+            self._kwargs[CACHE_KEY] = used
+
+    def _tree_kwargs(self, depths: torch.Tensor) -> dict[str, Any]:
+        """The model kwargs of one verification: positions along the tree, masks and token types long enough for it.
+
+        Args:
+            depths: (B, N) of the nodes.
+        """
+        kwargs, num_nodes = dict(self._kwargs), depths.shape[1]
+        roots, device = self._root_positions, self._root_positions.device
+        ahead = torch.tensor([[end - self.first_end] for end in self.ends], device=device, dtype=roots.dtype)
+        # Those of the past too, for a model that runs the whole text again.
+        since = roots + torch.arange(max(self.ends) - self.first_end, device=device, dtype=roots.dtype)
+        nodes = roots + ahead + depths.to(device, roots.dtype)
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = torch.cat([kwargs["position_ids"][..., :-1], since, nodes], dim=-1)
+        mask = kwargs.get("attention_mask")
+        if mask is not None:
+            kwargs["attention_mask"] = self._mask(mask, num_nodes)
+        elif min(self.ends) != max(self.ends):
+            kwargs["attention_mask"] = self._mask(self._full_mask(device), num_nodes)
+        grown = max(self.ends) + num_nodes - self.first_end - 1
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            types = kwargs.get(name)
+            if types is not None:
+                more = (
+                    types[:, -1:].expand(-1, grown) if name == "token_type_ids" else types.new_zeros(len(types), grown)
+                )
+                kwargs[name] = torch.cat([types, more], dim=-1)
+        return kwargs
+
+    def _full_mask(self, device: torch.device) -> torch.Tensor:
+        return torch.ones(len(self.ends), self.first_end + 1, dtype=torch.int64, device=device)
+
+    def _mask(self, mask: torch.Tensor, num_nodes: int) -> torch.Tensor:
+        """(B, slots and nodes): a row sees nothing between its own end and the nodes."""
+        longest = max(self.ends)
+        slots = torch.arange(self.first_end, longest, device=mask.device)
+        own = slots < torch.tensor(self.ends, device=mask.device)[:, None]
+        nodes = mask.new_ones(mask.shape[0], num_nodes)
+        return torch.cat([mask[:, : mask.shape[1] - 1], own.to(mask.dtype), nodes], dim=-1)
+
+
+def rope_limits(target: PreTrainedModel) -> list[tuple[int, bool]]:
+    """Lengths at which the target's rotary frequencies change, and whether they are constant behind that.
+
+    `dynamic` and `longrope` frequencies follow the furthest position of a forward, and the nodes of a tree are
+    positions that plain decoding has not reached: a tree must end before the change. (Phi-3 also runs the whole text
+    again at the change, without its cache.)
+    """
+    text_config = target.config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    limits = []
+    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        kind = parameters.get("rope_type") or ""
+        if kind == "longrope":
+            original = parameters.get("original_max_position_embeddings") or text_config.max_position_embeddings
+            limits.append((original, True))
+        elif "dynamic" in kind:
+            limits.append((text_config.max_position_embeddings, False))
+    return limits
+
+
+@contextmanager
+def every_prompt_token(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Iterator[None]:
+    """Layers that share keys may skip all prompt tokens but the last (Gemma 4), unless a hidden state is asked for."""
+    asked = model_kwargs.get("output_hidden_states")
+    if asked or not getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
+        yield
+        return
+    model_kwargs["output_hidden_states"] = [1]
+    try:
+        yield
+    finally:
+        del model_kwargs["output_hidden_states"]
+        if asked is not None:
+            model_kwargs["output_hidden_states"] = asked
+
+
+@contextmanager
+def uncompiled(target: PreTrainedModel) -> Iterator[None]:
+    """Run a compiled target's own code in this block: compiled code asks neither our hooks nor our masks."""
+    compiled = any(
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        for module in target.modules()
+    )
+    if not compiled:
+        yield
+        return
+    logger.warning_once(
+        f"{type(target).__name__} is compiled; beside a draft head it runs uncompiled, since a compiled forward can "
+        "neither be read nor be shown a tree. The text is the same."
+    )
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,153 @@
+"""Random calls of `generate`, with a draft and without: all that a caller can see is the same, or refused by name.
+
+`pytest --random-calls N tests/test_random_calls.py` makes N; `--first-call S` begins at seed S.
+"""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from drafts import assert_close, assert_same_cache, cache_of, set_tree
+from families import FAMILIES
+from random_calls import Call, Outcome, draw, head_of, run
+from test_stopping import tokenizer  # noqa: F401 - a fixture
+
+
+REFUSAL = re.compile(r"with a draft head|draft tree|draft head")
+
+
+class NearTie(Exception):
+    """Two candidates closer than rounding can tell apart: the one excuse."""
+
+
+def made(call: Call) -> tuple[str, object]:
+    """What became of a call, `equal`, `near-tie`, `raised` (as vanilla's) or `refused`; and the draft's counters."""
+    vanilla = run(call)
+    draft = set_tree(head_of(call.family, call.head), call.tree)
+    told = [] if vanilla.error else vanilla.sequences[:, vanilla.sequences.shape[1] - new_tokens(call, vanilla) :]
+    ours = run(call, draft.foretell(told, call.seed, call.favourite))
+    if ours.error is not None and (vanilla.error is None or is_refusal(ours.error)):
+        if not is_refusal(ours.error):
+            raise AssertionError(f"{call}\n{ours.error!r}") from ours.error
+        assert not ours.log, f"{call}: refused behind a call of a callback"
+        assert len(ours.streamed) <= 1, f"{call}: refused behind the first token"
+        return "refused", None
+    try:
+        compare(call, ours, vanilla)
+    except NearTie as tie:
+        print("near-tie:", tie)  # noqa: T201 - shown by pytest -rA
+        return "near-tie", draft.stats
+    except AssertionError as difference:
+        raise AssertionError(f"{call}\n{difference}") from difference
+    return ("raised", None) if vanilla.error else ("equal", draft.stats)
+
+
+def is_refusal(error: Exception) -> bool:
+    return isinstance(error, (ValueError, NotImplementedError)) and bool(REFUSAL.search(str(error)))
+
+
+def new_tokens(call: Call, vanilla: Outcome) -> int:
+    if "inputs_embeds" in call.inputs:
+        return vanilla.sequences.shape[1]
+    given = call.inputs["inputs"].shape[1]
+    return vanilla.sequences.shape[1] - given - (5 + call.second_turn if call.second_turn else 0)
+
+
+def compare(call: Call, ours: Outcome, vanilla: Outcome) -> None:
+    if vanilla.error is not None:
+        assert type(ours.error) is type(vanilla.error), f"{ours.error!r} is not {vanilla.error!r}"
+    else:
+        assert isinstance(ours.out, torch.Tensor) == isinstance(vanilla.out, torch.Tensor)
+        excuse(call, ours.sequences, vanilla.sequences)
+        assert ours.sequences.shape == vanilla.sequences.shape
+        assert torch.equal(ours.sequences, vanilla.sequences)
+    assert ours.streamed == vanilla.streamed
+    assert ours.log == vanilla.log, "callbacks were called otherwise"
+    assert torch.equal(ours.generator, vanilla.generator), "the generator was left elsewhere"
+    if ours.cache is not None:
+        assert_same_cache(ours.cache, vanilla.cache)
+    if vanilla.out is None or isinstance(vanilla.out, torch.Tensor):
+        return
+    assert list(ours.out.keys()) == list(vanilla.out.keys())
+    # This penalty multiplies a logit, and its rounding, by a power of the length.
+    amplified = "exponential_decay_length_penalty" in call.kwargs
+    close(ours.out.scores, vanilla.out.scores, 1e-3 if amplified else 1e-5)
+    close(ours.out.logits, vanilla.out.logits)
+    for name in ("hidden_states", "attentions"):
+        mine, theirs = getattr(ours.out, name), getattr(vanilla.out, name)
+        assert len(mine or ()) == len(theirs or ()), name
+        for one, other in zip(mine or (), theirs or (), strict=True):
+            close(one, other)
+    if call.kwargs.get("cache_implementation") != "static":
+        assert_same_cache(cache_of(ours.out), cache_of(vanilla.out))
+    assert int(cache_of(ours.out).get_seq_length()) == int(cache_of(vanilla.out).get_seq_length())
+
+
+def close(mine, theirs, tolerance: float = 1e-5) -> None:
+    assert (mine is None) == (theirs is None)
+    assert_close(mine or (), theirs or (), tolerance)
+
+
+def excuse(call: Call, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Raise `NearTie` if the first difference is one, by vanilla's own scores of both candidates."""
+    shared = min(mine.shape[1], theirs.shape[1])
+    difference = (mine[:, :shared] != theirs[:, :shared]).nonzero()
+    if not len(difference):
+        return
+    column = int(difference[:, 1].min())
+    row = int(difference[difference[:, 1] == column][0, 0])
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    again = run(call, **wanted).out
+    step = column - (again.sequences.shape[1] - len(again.scores))
+    values = again.scores[step][row]
+    if call.kwargs.get("do_sample"):
+        torch.manual_seed(call.seed)
+        noise = [torch.empty_like(again.scores[0]).exponential_() for _ in range(step + 1)][-1]
+        values = values.log_softmax(-1) - noise[row].log()
+    one, other = (float(values[ids[row, column]]) for ids in (theirs, mine))
+    largest = again.logits[step][row].abs().max().item()
+    if abs(one - other) <= 1e-5 * max(1.0, largest):
+        raise NearTie(f"{call}: row {row}, step {step}, {abs(one - other):.2e} apart")
+    raise AssertionError(f"row {row} differs at step {step}: {int(mine[row, column])} for {int(theirs[row, column])}")
+
+
+def make_calls(seeds, tokenizer) -> Counter:  # noqa: F811
+    counts: Counter = Counter()
+    for seed in seeds:
+        call = draw(seed, tokenizer)
+        result, stats = made(call)
+        counts[result] += 1
+        if stats is not None:
+            counts["tokens"] += stats.emitted
+            counts["accepted"] += sum(stats.accepted)
+            counts["rejected"] += sum(stats.reached) - sum(stats.accepted)
+            counts["batches"] += next(iter(call.inputs.values())).shape[0] > 1
+    return counts
+
+
+def check(counts: Counter, number: int) -> None:
+    print(dict(counts))  # noqa: T201 - shown by pytest -rA
+    assert counts["equal"] > 0.8 * number
+    assert counts["near-tie"] <= max(1, counts["tokens"] / 100_000)
+    assert min(counts["accepted"], counts["rejected"]) > 2 * number, "drafts were right and wrong in plenty"
+    assert counts["batches"] > 0.5 * number
+
+
+def test_random_calls(pytestconfig, tokenizer):  # noqa: F811
+    number, first = pytestconfig.getoption("--random-calls"), pytestconfig.getoption("--first-call")
+    check(make_calls(range(first, first + number), tokenizer), number)
+
+
+@pytest.mark.slow
+def test_many_random_calls(tokenizer):  # noqa: F811
+    check(make_calls(range(1000, 1300), tokenizer), 300)
+
+
+def test_a_seed_gives_one_call(tokenizer):  # noqa: F811
+    calls = [draw(7, tokenizer) for _ in range(2)]
+    assert str(calls[0]) == str(calls[1])
+    assert all(torch.equal(calls[0].inputs[name], calls[1].inputs[name]) for name in calls[0].inputs)
+    assert len({str(draw(seed, tokenizer)) for seed in range(50)}) == 50
+    assert {draw(seed, tokenizer).family for seed in range(200)} == set(FAMILIES)
