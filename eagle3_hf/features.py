@@ -10,6 +10,7 @@ was trained on.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -32,20 +33,34 @@ class Borrowed:
     lm_head: Callable[[torch.Tensor], torch.Tensor]
 
 
-def call_at_home(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+# Dtypes to compute in: packed integers and eight-bit floats are what a weight is stored in, not what it is read with.
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def call_at_home(
+    module: nn.Module, compute_dtype: torch.dtype | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """The call of a module of another model: its input goes to that module's device and dtype, its output comes back.
 
-    Offloaded modules have no device of their own (`meta`), quantised ones no float dtype; both see to it themselves.
+    Offloaded modules have no device of their own (`meta`) and see to it themselves. The weights of quantised ones say
+    nothing of the dtype that the module computes in: `compute_dtype` does, the rest of their model's.
     """
-    weight = next((p for p in module.parameters() if p.device.type != "meta"), None)
+    weight = next(chain(module.parameters(), module.buffers()), None)
     if weight is None:
         return module
+    home_dtype = weight.dtype if weight.dtype in COMPUTE_DTYPES else compute_dtype
 
     def call(inputs: torch.Tensor) -> torch.Tensor:
-        dtype = weight.dtype if inputs.is_floating_point() and weight.is_floating_point() else inputs.dtype
-        return module(inputs.to(weight.device, dtype)).to(inputs.device)
+        dtype = home_dtype if inputs.is_floating_point() and home_dtype is not None else inputs.dtype
+        device = inputs.device if weight.device.type == "meta" else weight.device
+        return module(inputs.to(device, dtype)).to(inputs.device)
 
     return call
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype | None:
+    """What a model computes in, by its first parameter that is not packed (of quantised models a norm's)."""
+    return next((p.dtype for p in model.parameters() if p.dtype in COMPUTE_DTYPES), None)
 
 
 def default_layer_ids(num_layers: int) -> list[int]:
@@ -65,6 +80,13 @@ def text_backbone(target: nn.Module) -> nn.Module:
     """The module whose output is the input of the target's output layer: blocks and final norm, no head."""
     decoder = target.get_decoder() if hasattr(target, "get_decoder") else None
     return decoder if decoder not in (None, target) else getattr(target, "base_model", target)
+
+
+def media_token_ids(target: nn.Module) -> list[int]:
+    """Ids that only hold a place in a prompt: where they stand, the target puts images, videos or sounds instead."""
+    names = (f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index"))
+    found = {getattr(target.config, name, None) for name in names}
+    return sorted(token for token in found if isinstance(token, int))
 
 
 def decoder_blocks(target: nn.Module) -> nn.ModuleList:
@@ -158,9 +180,14 @@ class FeatureReader:
 
     Several forwards before a `take` (chunked prefill) are joined along T. Hooks are removed on exit, whatever happens.
     Only forwards of the thread that entered are read: another thread may run the same target meanwhile.
+
+    Args:
+        target: The target.
+        layer_ids: `hidden_states` indices, ascending.
+        embeds: Collect the embeddings too that the text model was given, images in their places (`take_embeds`).
     """
 
-    def __init__(self, target: nn.Module, layer_ids: list[int]):
+    def __init__(self, target: nn.Module, layer_ids: list[int], embeds: bool = False):
         count = num_target_layers(target)
         if layer_ids[-1] > count:
             raise ValueError(
@@ -171,6 +198,8 @@ class FeatureReader:
         self._backbone = text_backbone(target)
         self._blocks = None if self.layer_ids == [-1] else decoder_blocks(target)
         self._captured: dict[int, list[torch.Tensor]] = {}
+        self._collects_embeds = embeds
+        self._embeds: list[torch.Tensor] = []
         self._handles: list = []
 
     def __enter__(self) -> "FeatureReader":
@@ -184,6 +213,8 @@ class FeatureReader:
             else:
                 hook = self._blocks[layer_id - 1].register_forward_hook(self._capture_output(layer_id))
             self._handles.append(hook)
+        if self._collects_embeds:
+            self._handles.append(self._backbone.register_forward_pre_hook(self._capture_embeds, with_kwargs=True))
         return self
 
     def __exit__(self, *exc_info) -> None:
@@ -194,6 +225,14 @@ class FeatureReader:
 
     def clear(self) -> None:
         self._captured = {layer_id: [] for layer_id in self.layer_ids}
+        self._embeds = []
+
+    def take_embeds(self) -> torch.Tensor | None:
+        """(B, T, H) what the text model was given in place of ids since the last `clear` or `take`; `None` for ids.
+
+        Call it before `take`.
+        """
+        return torch.cat(self._embeds, dim=1) if self._embeds else None
 
     def take(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Features (B, T, A * Ht) of all forwards since the last `take`, moved once; forgets them.
@@ -215,6 +254,10 @@ class FeatureReader:
                 self._captured[layer_id].append(output if isinstance(output, torch.Tensor) else output[0])
 
         return hook
+
+    def _capture_embeds(self, module, args, kwargs):
+        if threading.get_ident() == self._thread and kwargs.get("inputs_embeds") is not None:
+            self._embeds.append(kwargs["inputs_embeds"])
 
     def _capture_input(self, module, args, kwargs):
         if threading.get_ident() == self._thread:

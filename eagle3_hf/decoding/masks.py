@@ -117,6 +117,61 @@ def tree_attention(
         _active.tree = before
 
 
+class _Lent:
+    """Configs whose attention implementation is exchanged now, with how many forwards and what it was."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.configs: dict[int, tuple[Any, int, str]] = {}
+
+
+_lent = _Lent()
+
+
+@contextmanager
+def maskable_attention(target: Any) -> Iterator[None]:
+    """
+    Let the forward inside the `with` block run with attention that takes any mask.
+
+    Flash kernels and their like take none: their configs say `sdpa` (or `eager`, where a model has no sdpa) meanwhile.
+    Configs are the model's and not the thread's: of several threads in here the last one out puts them back. A forward
+    of another thread outside runs with the exchanged kernel, which computes the same.
+    """
+    configs = _unmaskable(target)
+    if not configs:
+        yield
+        return
+    stand_in = "sdpa" if getattr(target, "_supports_sdpa", False) else "eager"
+    with _lent.lock:
+        for config in configs:
+            _, users, original = _lent.configs.get(id(config), (config, 0, config._attn_implementation_internal))
+            _lent.configs[id(config)] = (config, users + 1, original)
+            config._attn_implementation_internal = stand_in
+    try:
+        yield
+    finally:
+        with _lent.lock:
+            for config in configs:
+                _, users, original = _lent.configs.pop(id(config))
+                if users > 1:
+                    _lent.configs[id(config)] = (config, users - 1, original)
+                else:
+                    config._attn_implementation_internal = original
+
+
+def _unmaskable(target: Any) -> list[Any]:
+    """The configs of a model, each once, whose attention takes no mask or is exchanged for that reason."""
+    if target.config.get_text_config()._attn_implementation in INTERFACES and not _lent.configs:
+        return []
+    found = {}
+    for module in target.modules():
+        config = getattr(module, "config", None)
+        kind = getattr(config, "_attn_implementation_internal", None)
+        if kind is not None and (kind not in INTERFACES or id(config) in _lent.configs):
+            found[id(config)] = config
+    return list(found.values())
+
+
 def _wrap(interface: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(interface)
     def with_tree(*args: Any, **kwargs: Any) -> Any:

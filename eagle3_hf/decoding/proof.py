@@ -1,0 +1,242 @@
+"""What a target that nobody has tested can verify, found out on a few made-up tokens at its first use.
+
+Equal text proves little: with ALiBi by cache slot a wrong tree often leads to the right token. Logits are compared: a
+tree of two branches with each path alone, and a chain, half of it taken back, with single steps.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import StaticLayer
+from transformers.utils import logging
+
+from .abilities import TREE, Ability, Way, known_ability
+from .snapshots import has_states, state_difference
+from .target import CACHE_KEY, TargetRun, uncompiled
+from .tree import DraftTree
+
+
+logger = logging.get_logger(__name__)
+
+_PROMPT = 6
+_BRANCH = 4  # nodes of each of the two branches below the root
+_FILLING = 12  # other children of the root between the two, so that slots and positions are far apart
+_LONGEST_WINDOW = 512  # windows up to this are crossed by the trial's prompt
+# What rounding may do in any logit, relative to the largest.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+# In half precision that depends on the model. The scale is how far plain decoding is from itself, run over the same
+# tokens at once and one by one; by root mean squares, and the median of the tokens, since one expert chosen otherwise
+# changes a token's logits altogether.
+_HALF_FACTOR, _HALF_MOST = 3.0, 0.15
+# Of a state's own size: a state that was dropped on the way differs by much more, its effect on logits may not.
+_MOST_STATE = 0.1
+
+# Per class, by a hash of the config.
+_found: WeakKeyDictionary[type, dict[str, Ability]] = WeakKeyDictionary()
+
+
+def ability_of(target: PreTrainedModel, device: torch.device | None = None, cache: Any = None) -> Ability:
+    """What the target can verify, on this cache if one is given: known, found before, or found now.
+
+    A log line says why where it is no tree.
+    """
+    ability = known_ability(target)
+    if ability is None:
+        found = _found.setdefault(type(target), {})
+        key = _key(target)
+        if key not in found:
+            found[key] = _try_out(target, device or target.device)
+        ability = found[key]
+    if ability.way is Way.CHAIN and any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ())):
+        # Windows by slot would be measured from the end of a larger cache, and states could not be put back.
+        ability = Ability(Way.PLAIN, f"{ability.reason}, and chains need a cache that grows")
+    if ability.way is Way.CHAIN:
+        logger.warning_once(f"{ability.reason}: drafts are verified as chains, not as trees. The text is the same.")
+    if ability.way is Way.PLAIN:
+        logger.warning_once(f"{ability.reason}: decoding goes on without the draft. The text is the same.")
+    return ability
+
+
+def _key(target: PreTrainedModel) -> str:
+    config = target.config
+    kinds = [config.get_text_config()._attn_implementation, str(target.dtype)]
+    return hashlib.sha256("\n".join([config.to_json_string(use_diff=False), *kinds]).encode()).hexdigest()
+
+
+def _try_out(target: PreTrainedModel, device: torch.device) -> Ability:
+    name = type(target).__name__
+    with _undisturbed(target):
+        trial = _Trial(target, device)
+        if trial.restores:
+            why_no_tree = f"{name} has recurrent or convolutional states, which follow one text only"
+        elif not trial.takes_positions:
+            why_no_tree = f"{name} takes no position_ids"
+        else:
+            fault = _fault(trial.tree)
+            if fault is None:
+                return TREE
+            why_no_tree = f"{name} computes a tree otherwise than its paths ({fault})"
+        fault = _fault(trial.chain)
+        if fault is None:
+            return Ability(Way.CHAIN, why_no_tree, trial.restores)
+        return Ability(Way.PLAIN, f"{why_no_tree}, and several tokens at once otherwise than one by one ({fault})")
+
+
+def _fault(test) -> str | None:
+    """What is wrong, in words: too large a difference, or what was raised."""
+    try:
+        return test()
+    except Exception as error:  # whatever the model does not like about it
+        first_line = str(error).strip().split("\n")[0]
+        return f"{type(error).__name__}: {first_line}"[:200]
+
+
+@contextmanager
+def _undisturbed(target: PreTrainedModel) -> Iterator[None]:
+    """Without dropout, gradients and compiled code; modes are put back module by module."""
+    training = [module for module in target.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad(), uncompiled(target):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _Trial:
+    """Forwards of a target over made-up ids, each on a short cache of its own."""
+
+    def __init__(self, target: PreTrainedModel, device: torch.device):
+        self._target, self._device = target, device
+        self._config = target.config.get_text_config()
+        self._dtype = target.dtype  # some models give logits of half precision as float32
+        self.restores = has_states(self._new_cache())
+        self.takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+        ids = self._made_up_ids(self._prompt_length() + 1 + 2 * _BRANCH + _FILLING)
+        own = len(ids) - 1 - 2 * _BRANCH - _FILLING
+        self._prompt, (self._root, *rest) = ids[:own], ids[own:]
+        self._left, self._filling, self._right = rest[:_BRANCH], rest[_BRANCH:-_BRANCH], rest[-_BRANCH:]
+
+    def _prompt_length(self) -> int:
+        sizes = [getattr(self._config, name, None) for name in ("sliding_window", "attention_window", "window_size")]
+        windows = [size for size in sizes if isinstance(size, int) and size <= _LONGEST_WINDOW]
+        return _PROMPT + max(windows, default=0)
+
+    def _made_up_ids(self, count: int) -> list[int]:
+        """Ordinary tokens: none that stand for an image, nor any other that the config names."""
+        configs = [vars(self._target.config), vars(self._config)]
+        special = {value for fields in configs for name, value in fields.items() if "token" in name and _is_id(value)}
+        ordinary = [token for token in range(self._config.vocab_size - 1, 0, -1) if token not in special]
+        step = max(1, len(ordinary) // (count + 1))
+        return [ordinary[step * i % len(ordinary)] for i in range(count)]
+
+    def _new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self._config)
+
+    def tree(self) -> str | None:
+        """Two branches in one forward against each path alone."""
+        size, second = 1 + 2 * _BRANCH + _FILLING, 1 + _BRANCH + _FILLING
+        parents = [-1, *range(_BRANCH), *[0] * _FILLING, 0, *range(second, size - 1)]
+        tokens = self._row([self._root, *self._left, *self._filling, *self._right])
+        flat = DraftTree.chain(tokens)
+        tree = DraftTree(
+            tokens, torch.tensor([parents], device=self._device), flat.num_nodes, flat.scores, flat.log_probs
+        )
+        found = self._start(TREE).verify(tree, self._row(self._prompt)).logits[0, -size:]
+        left, right = ([self._root, *branch] for branch in (self._left, self._right))
+        at_once = self._at_once(right)
+        if self._dtype in _ROUNDING:
+            near = torch.cat([found[: 1 + _BRANCH], found[second:]])
+            return _difference(self._dtype, near, torch.cat([self._at_once(left), at_once[1:]]))
+        return _difference(self._dtype, found[second:], at_once[1:], self._one_by_one(right)[1:])
+
+    def chain(self) -> str | None:
+        """A chain of which half is taken back, and the next ones, against single steps."""
+        text = [self._root, *self._left, *self._right]
+        wrong = self._filling[:2]
+        parts = [(text[:2] + wrong, 2), (text[2:4] + wrong, 2), (text[4:], len(text) - 4)]
+        (found, cache), (steps, other) = self._in_parts(parts), self._in_parts([([token], 1) for token in text])
+        if self.restores:
+            apart = state_difference(cache, other)
+            if not apart <= _MOST_STATE:
+                return f"states differ by {apart:.0%}"
+        return _difference(self._dtype, found, steps, None if self._dtype in _ROUNDING else self._at_once(text))
+
+    def _one_by_one(self, path: list[int]) -> torch.Tensor:
+        return self._in_parts([([token], 1) for token in path])[0]
+
+    def _in_parts(self, parts: Sequence[tuple[list[int], int]]) -> tuple[torch.Tensor, Any]:
+        """(n, V) logits of the tokens kept of each part, one forward a part; and the cache after all."""
+        ability = Ability(Way.CHAIN, restores=self.restores)
+        run, committed, logits = self._start(ability), list(self._prompt), []
+        for tokens, kept in parts:
+            outputs = run.verify(DraftTree.chain(self._row(tokens)), self._row(committed))
+            logits.append(outputs.logits[0, -len(tokens) :][:kept])
+            run.keep([list(range(kept))], len(tokens), [run.ends[0] + kept], 0)
+            committed += tokens[:kept]
+        return torch.cat(logits), run.cache
+
+    def _at_once(self, path: list[int]) -> torch.Tensor:
+        """(n, V) logits along one path behind the prompt, in one forward from an empty cache."""
+        ids, ability = self._row([*self._prompt, *path]), Ability(Way.CHAIN, restores=self.restores)
+        return self._run(ability, ids, len(path))[1].logits[0, -len(path) :]
+
+    def _start(self, ability: Ability) -> TargetRun:
+        return self._run(ability, self._row(self._prompt), 1)[0]
+
+    def _run(self, ability: Ability, ids: torch.Tensor, logits: int) -> tuple[TargetRun, Any]:
+        """A run after its prefill, and what that gave."""
+        kwargs: dict[str, Any] = {"use_cache": True, CACHE_KEY: self._new_cache()}
+        if self.takes_positions:
+            positions = getattr(self._target, "_prepare_position_ids_for_generation", _counted)
+            kwargs["position_ids"] = positions(ids, kwargs)
+        if self._target._supports_logits_to_keep():
+            kwargs["logits_to_keep"] = logits
+        run = TargetRun(self._target, GenerationConfig(), kwargs, ability)
+        return run, run.prefill(ids)
+
+    def _row(self, ids: list[int]) -> torch.Tensor:
+        return torch.tensor([ids], device=self._device)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _counted(ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    return torch.arange(ids.shape[1], device=ids.device)[None]
+
+
+def _difference(
+    dtype: torch.dtype, found: torch.Tensor, right: torch.Tensor, other: torch.Tensor | None = None
+) -> str | None:
+    """How far logits (n, V) are apart, where it is more than rounding.
+
+    Args:
+        dtype: In which the target computes.
+        other: The right ones in half precision, computed in another way that is plain decoding's own.
+    """
+    found, right = found.double(), right.double()
+    if other is None:
+        apart, scale = (found - right).abs().max().item(), right.abs().max().item()
+        allowed, what = _ROUNDING[dtype] * scale, "the largest is"
+    else:
+        apart, scale = _typical(found - right), _typical(right - right.mean(-1, keepdim=True))
+        rounding = _HALF_FACTOR * _typical(other.double() - right) + 4 * torch.finfo(dtype).eps * scale
+        allowed, what = min(rounding, _HALF_MOST * scale), "they vary by"
+    if apart <= allowed:  # false for NaN
+        return None
+    return f"logits differ by {apart:.2g}, where {what} {scale:.2g}"
+
+
+def _typical(logits: torch.Tensor) -> float:
+    """The median token's root mean square."""
+    return logits.square().mean(-1).sqrt().median().item()
