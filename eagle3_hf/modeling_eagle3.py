@@ -24,7 +24,7 @@ from .configuration_eagle3 import Eagle3DraftConfig
 from .draft_attention import CachedAttention
 from .draft_layers import Eagle3DecoderLayer, Eagle3RotaryEmbedding
 from .export.card import write_card
-from .features import Borrowed, call_at_home, check_target
+from .features import Borrowed, call_at_home, check_target, compute_dtype
 from .layouts import DROPPED_TENSORS
 from .loading import load_head
 from .tree_settings import complete_tree_settings
@@ -105,6 +105,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         self._target: weakref.ref | None = None
         self.stats: Any = None  # SpeculationStats of the last generate call
         self._trial = (0, 0)  # rounds and accepted drafts so far, watched over the first 64 rounds
+        self._warned_of_length = False
         self.post_init()
         complete_tree_settings(self.generation_config)
 
@@ -229,11 +230,10 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         """
         self.check_target(target)
         self._target = weakref.ref(target)
+        # Of the target's config, not of its generation config: a pipeline compares these before it takes a head.
         text_config = target.config.get_text_config()
-        generation_config = getattr(target, "generation_config", None)
         for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
-            value = getattr(generation_config, name, None)
-            setattr(self.config, name, value if value is not None else getattr(text_config, name, None))
+            setattr(self.config, name, getattr(text_config, name, None))
         return self
 
     def borrow(self, target: PreTrainedModel | None = None) -> Borrowed:
@@ -248,7 +248,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
             )
         return Borrowed(
             self.embed_tokens if embeds else call_at_home(target.get_input_embeddings()),
-            self.lm_head if head else call_at_home(target.get_output_embeddings()),
+            self.lm_head if head else call_at_home(target.get_output_embeddings(), compute_dtype(target)),
         )
 
     def check_target(self, target: PreTrainedModel) -> None:

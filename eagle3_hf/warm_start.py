@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .configuration_eagle3 import Eagle3DraftConfig
-from .features import call_at_home, decoder_blocks, default_layer_ids, num_target_layers
+from .features import COMPUTE_DTYPES, call_at_home, decoder_blocks, default_layer_ids, num_target_layers
 
 
 # RoPE types that depend on nothing but the position, so that a draft can share them.
@@ -74,7 +74,7 @@ def dense_rows(linear: nn.Module, ids: torch.Tensor, width: int, chunk: int = 25
 
     So quantised, offloaded, tied and biased layers all work, and no weight's dtype or device is trusted.
     """
-    probe = next((p for p in linear.parameters() if p.is_floating_point()), None)
+    probe = next((p for p in linear.parameters() if p.dtype in COMPUTE_DTYPES), None)
     device = probe.device if probe is not None and probe.device.type != "meta" else torch.device("cpu")
     dtype = probe.dtype if probe is not None else torch.float32
     bias = linear(torch.zeros(1, width, device=device, dtype=dtype))
@@ -178,6 +178,8 @@ def _copy_weight(mine: nn.Module, other: nn.Module | None) -> None:
 def _plain_weight(module: nn.Module | None) -> torch.Tensor | None:
     """The weight of a module if it is an ordinary float tensor that is here (not packed, not offloaded)."""
     weight = getattr(module, "weight", None)
-    if weight is None or not weight.is_floating_point() or weight.device.type == "meta":
+    if weight is None or weight.dtype not in COMPUTE_DTYPES or weight.device.type == "meta":
+        return None
+    if type(weight.data) is not torch.Tensor:  # packed, and says the dtype that it computes in
         return None
     return weight

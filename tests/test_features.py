@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
-from eagle3_hf.decoding.loop import CACHE_KEY
+from eagle3_hf.decoding.target import CACHE_KEY
 from eagle3_hf.features import (
     FeatureReader,
     call_at_home,

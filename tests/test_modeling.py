@@ -421,10 +421,10 @@ def test_cache_after_the_rounds_equals_one_made_from_scratch(family, sampled, mo
     candidates, fed = [], []
     extend = Eagle3Candidate.extend
 
-    def recording(candidate, features, tokens):
+    def recording(candidate, features, tokens, *args):
         candidates.append(candidate)
         fed.append(tokens)
-        extend(candidate, features, tokens)
+        extend(candidate, features, tokens, *args)
 
     monkeypatch.setattr(Eagle3Candidate, "extend", recording)
     torch.manual_seed(3)
@@ -660,7 +660,7 @@ def test_generate_binds_nothing(target):
 
 def test_bind_copies_the_special_ids():
     target = tiny("llama", num_hidden_layers=LAYERS)
-    target.generation_config.eos_token_id = [7, 9]
+    target.config.eos_token_id = [7, 9]
     target.config.bos_token_id = 3
     draft = head_for(target)
     assert (draft.config.eos_token_id, draft.config.pad_token_id, draft.config.bos_token_id) == ([7, 9], 0, 3)

@@ -18,7 +18,7 @@ from drafts import (
     pair,
     target_of,
 )
-from eagle3_hf.decoding.loop import CACHE_KEY
+from eagle3_hf.decoding.target import CACHE_KEY
 from families import FAMILIES, WINDOW, prompt
 
 

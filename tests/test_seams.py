@@ -27,7 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from drafts import Recorder, cache_of, target_of
 from eagle3_hf.decoding import choosing, seam
-from eagle3_hf.decoding.loop import CACHE_KEY
+from eagle3_hf.decoding.target import CACHE_KEY
 from eagle3_hf.features import FeatureReader
 from families import FAMILIES, prompt, tiny
 

@@ -29,7 +29,7 @@ from drafts import (
     target_of,
 )
 from eagle3_hf.decoding import masks
-from eagle3_hf.decoding.loop import CACHE_KEY
+from eagle3_hf.decoding.target import CACHE_KEY
 from families import VOCAB_SIZE, prompt
 
 

@@ -10,16 +10,25 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from torch import distributed as dist
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import logging
 
+from ..acceptance import SpeculationStats
 from ..modeling_eagle3 import Eagle3DraftModel
 from . import masks
-from .cache import has_fixed_room, require_supported
+from .abilities import Way
+from .cache import require_supported
 from .candidate import tree_settings
 from .drafting import TreeSettings
-from .loop import CACHE_KEY, SpeculativeDecoding
+from .loop import SpeculativeDecoding
+from .proof import ability_of
+from .snapshots import require_restorable
+from .target import CACHE_KEY
 
+
+logger = logging.get_logger(__name__)
 
 _DEFAULT_NUM_ASSISTANT_TOKENS = 20  # transformers fills it in; it cannot be told from a value that the user set
 
@@ -37,9 +46,6 @@ _MEANINGLESS: dict[str, Any] = {
     "assistant_lookbehind": 10,
     "target_lookbehind": 10,
 }
-
-# Positions from cache slots (ALiBi, windows by slot): a tree's logits would be wrong although its text may look right.
-_SLOT_BOUND_MODELS = ("bloom", "mpt", "gpt_neo")
 
 _enabled = False
 # method name -> (what transformers had, our wrapper)
@@ -173,11 +179,6 @@ def _check_mode(target, mode, config: GenerationConfig) -> None:
     modes = getattr(target, "_supported_generation_modes", None)
     if modes is not None and mode not in modes:
         raise ValueError(f"{type(target).__name__} only supports {modes}: generate without assistant_model")
-    if config.num_return_sequences and config.num_return_sequences > 1:
-        raise ValueError(
-            f"num_return_sequences={config.num_return_sequences} with a draft head is not supported yet: call "
-            "generate once per sequence"
-        )
 
 
 def _check_options(config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
@@ -188,45 +189,26 @@ def _check_options(config: GenerationConfig, mode_kwargs: dict[str, Any]) -> Non
         if value is not None and value != default:
             raise ValueError(f"{name}={value!r} has no meaning with a draft head: leave it out")
     if mode_kwargs.get("assistant_tokenizer") is not None:
-        raise ValueError("assistant_tokenizer has no meaning with a draft head: it drafts in the target's own tokens")
-    if mode_kwargs.get("synced_gpus"):
-        raise ValueError("synced_gpus=True with a draft head is not supported yet")
-    if config.output_attentions:
-        raise ValueError("output_attentions=True with a draft head is not supported yet: leave it out")
-    if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
         raise ValueError(
-            f"cache_implementation={config.cache_implementation!r} with a draft head is not supported yet: use the "
-            "default"
+            "assistant_tokenizer has no meaning with a draft head, which drafts in the target's own tokens: leave it "
+            "out (a pipeline that asks for it is content after draft.bind(model))"
+        )
+    if mode_kwargs.get("synced_gpus") and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"synced_gpus=True in {dist.get_world_size()} processes with a draft head is not supported: they would "
+            "have to agree on rounds; generate without assistant_model"
+        )
+    if config.cache_implementation == "quantized":
+        raise ValueError(
+            "cache_implementation='quantized' with a draft head is not supported: quantized entries cannot be rolled "
+            "back; use another cache"
         )
 
 
 def _check_target_class(target) -> None:
-    text_config, name = target.config.get_text_config(), type(target).__name__
-    if text_config.model_type in _SLOT_BOUND_MODELS or getattr(text_config, "alibi", False):
+    if getattr(target.config.get_text_config(), "altup_num_inputs", 0):
         raise ValueError(
-            f"{name} takes positions from cache slots (ALiBi or slot windows), so it cannot verify a draft tree: "
-            "generate without assistant_model"
-        )
-    if getattr(target, "_is_stateful", False):
-        raise ValueError(
-            f"{name} has recurrent state, which cannot follow several branches: generate without assistant_model"
-        )
-    if getattr(text_config, "altup_num_inputs", 0):
-        raise ValueError(f"{name} has several residual streams (AltUp), and a head reads one: no head can fit it")
-    attention = text_config._attn_implementation
-    if attention not in masks.INTERFACES:
-        raise ValueError(
-            f"{name} runs with attn_implementation={attention!r}, which takes no tree mask: load it with "
-            f"attn_implementation={' or '.join(map(repr, masks.INTERFACES))}"
-        )
-
-
-def _check_cache(cache: Any) -> None:
-    require_supported(cache)
-    if has_fixed_room(cache):
-        raise ValueError(
-            f"a {type(cache).__name__} with a draft head is not supported yet: it has room for the text alone and "
-            "none for a tree; use the default cache"
+            f"{type(target).__name__} has several residual streams (AltUp), and a head reads one: no head can fit it"
         )
 
 
@@ -251,15 +233,35 @@ def decode(
     """What `generate` calls instead of its own assisted decoding; same arguments, same result.
 
     Raises:
-        ValueError: batch size above 1, a cache that cannot be rolled back, a model without position ids.
+        ValueError: a cache that cannot be rolled back.
     """
-    rows = max(input_ids.shape[0], (inputs_tensor if inputs_tensor is not None else input_ids).shape[0])
-    if rows > 1:
-        raise ValueError(f"batch size {rows} with a draft head is not supported yet: generate one prompt at a time")
-    _check_cache(model_kwargs.get(CACHE_KEY))
-    if model_kwargs.get("position_ids") is None:
-        raise ValueError(f"{type(target).__name__} takes no position_ids, so it cannot verify a draft tree")
+    cache = model_kwargs.get(CACHE_KEY)
+    if generation_config.cache_implementation == "dynamic_full" and type(cache) is DynamicCache and not cache.layers:
+        # Earlier versions of transformers make a cache without windows beside an assistant; ours keep theirs.
+        cache = model_kwargs[CACHE_KEY] = DynamicCache(config=target.config.get_text_config(decoder=True))
+    ability = ability_of(target, input_ids.device, cache)
+    if ability.way is Way.PLAIN:
+        return _decode_plainly(
+            target,
+            draft,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+    _do_not_compile(generation_config)
     settings = _call_settings(draft, generation_config)
+    if ability.way is Way.CHAIN:
+        settings = TreeSettings(settings.depth, settings.depth, 1)
+    if ability.restores and generation_config.output_attentions:
+        raise ValueError(
+            f"output_attentions=True with a draft head is not supported for {type(target).__name__}, whose recurrent "
+            "state is restored between forwards: leave it out"
+        )
+    (require_restorable if ability.restores else require_supported)(cache)
     run = SpeculativeDecoding(
         target,
         draft,
@@ -270,5 +272,25 @@ def decode(
         streamer,
         model_kwargs,
         settings,
+        ability,
     )
     return run.run()
+
+
+def _do_not_compile(config: GenerationConfig) -> None:
+    """`generate` compiles the forward for static caches on accelerators; this is the call's own config."""
+    if config.compile_config is not None:
+        logger.warning_once(
+            "compile_config is set, but beside a draft head the target runs uncompiled: a compiled forward can "
+            "neither be read nor be shown a tree. The text is the same."
+        )
+    config.disable_compile = True
+
+
+def _decode_plainly(target, draft: Eagle3DraftModel, input_ids: torch.LongTensor, **kwargs):
+    """The target's own decoding, for targets that cannot verify a draft; no rounds in the statistics."""
+    output = target._sample(input_ids, **kwargs)
+    draft.stats = SpeculationStats()
+    if not isinstance(output, torch.Tensor):
+        output.speculation = draft.stats
+    return output
