@@ -84,6 +84,9 @@ class TargetRun:
         )
         self.ends = [self.first_end] * rows
         self._root_positions = self._find_root_positions(rows, outputs.logits.device)
+        # On the host once and for all: it is asked for in every round.
+        places = self._root_positions.reshape(-1, *self._root_positions.shape[-2:]).amax((0, -1))
+        self._root_places = places.expand(rows).tolist()
         return outputs
 
     def _tokens_seen(self, prompt: torch.Tensor) -> int:
@@ -119,7 +122,7 @@ class TargetRun:
 
     def position_of_root(self, row: int) -> int:
         """The next root's position: the largest of several axes, where a model has those."""
-        return int(self._root_positions[..., row, :].max()) + self.ends[row] - self.first_end
+        return self._root_places[row] + self.ends[row] - self.first_end
 
     def verify(self, tree: DraftTree, committed: torch.Tensor):
         """The forward over the tree's nodes, each seeing its row's past and its own ancestors.
