@@ -574,6 +574,9 @@ if trainer.args.process_index == 0:
     names = ("loss", "accuracy_step_0", "accuracy_step_2", "simulated_acceptance_length", "grad_norm")
     result = {name: history(trainer, name) for name in names} | {"eval": metrics}
     Path(sys.argv[1], "result.json").write_text(json.dumps(result))
+# Neither process may be gone while the other still talks to it: at exit gloo's threads would abort.
+trainer.accelerator.wait_for_everyone()
+torch.distributed.destroy_process_group()
 """
 
 
