@@ -551,7 +551,7 @@ def test_mixed_precision_on_cpu(tokenizer, rows, tmp_path, target_dtype):
 
 
 DISTRIBUTED = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import torch
 from chats import chat_tokenizer, tiny_target
@@ -574,9 +574,11 @@ if trainer.args.process_index == 0:
     names = ("loss", "accuracy_step_0", "accuracy_step_2", "simulated_acceptance_length", "grad_norm")
     result = {name: history(trainer, name) for name in names} | {"eval": metrics}
     Path(sys.argv[1], "result.json").write_text(json.dumps(result))
-# Neither process may be gone while the other still talks to it: at exit gloo's threads would abort.
+# Neither process may be gone while the other still talks to it. Then out at once: now and then a thread of gloo's
+# aborts while the interpreter is taken down ("terminate called without an active exception"), when all is done.
 trainer.accelerator.wait_for_everyone()
 torch.distributed.destroy_process_group()
+os._exit(0)
 """
 
 
