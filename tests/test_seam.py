@@ -7,13 +7,14 @@ import threading
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 import eagle3_hf
-from drafts import draft_of, new_draft, set_tree, target_of
+from drafts import draft_of, new_draft, pair, set_tree, target_of
 from eagle3_hf.decoding import masks, seam
 from families import prompt, tiny
 
@@ -56,6 +57,19 @@ def call():
 
 
 # ----- on and off ----------------------------------------------------------------------------------------------------
+
+
+NEWER = [("5.4.0", False), ("5.24.3", False), ("5.25.0.dev0", True), ("6.0.0", True)]
+
+
+@pytest.mark.parametrize(("installed", "warns"), NEWER)
+def test_a_transformers_newer_than_the_tests_is_said_once(monkeypatch, caplog, installed, warns):
+    logging.Logger.warning_once.cache_clear()
+    monkeypatch.setattr(transformers, "__version__", installed)
+    target, draft = pair("llama")
+    for _ in range(2):
+        target.generate(prompt(4), assistant_model=draft.foretell([]), max_new_tokens=2)
+    assert caplog.text.count(f"transformers {installed} is newer") == warns
 
 
 def test_enabled_by_import_and_twice_is_once(call):

@@ -17,6 +17,7 @@ from transformers import (
     GenerationMixin,
     LogitsProcessorList,
     StoppingCriteriaList,
+    cache_utils,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.generation import GenerateDecoderOnlyOutput, logits_process
@@ -210,6 +211,33 @@ def test_attention_implementations_have_names_in_the_config():
     target.set_attn_implementation("eager")
     assert target.config.get_text_config()._attn_implementation == "eager"
     assert "flash_attention_2" in AttentionInterface().valid_keys()
+
+
+def test_the_implementation_of_attention_can_be_exchanged_in_the_config(monkeypatch):
+    """Attention asks its config at each call, and under this name."""
+    target, asked = tiny("llama", num_hidden_layers=1), []
+    sdpa = AttentionInterface._global_mapping["sdpa"]
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", lambda *a, **k: asked.append(1) or sdpa(*a, **k))
+    target.set_attn_implementation("eager")
+    target(prompt(4))
+    assert not asked
+    target.config._attn_implementation_internal = "sdpa"
+    target(prompt(4))
+    assert asked
+
+
+def test_plain_decoding_takes_what_a_decoding_method_is_handed():
+    """For targets that cannot verify a draft, the call goes on there."""
+    wanted = ["logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"]
+    assert set(wanted) < set(parameters(GenerationMixin._sample))
+
+
+def test_states_of_recurrent_layers_have_these_names():
+    mixin = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
+    if mixin is None:
+        pytest.skip("this version keeps recurrent states outside the layers of a cache")
+    layer = cache_utils.LinearAttentionLayer()
+    assert all(hasattr(layer, name) for name in ("conv_states", "recurrent_states"))
 
 
 def test_cache_layers_have_the_fields_we_cut():

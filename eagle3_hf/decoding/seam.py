@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import distributed as dist
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
@@ -46,6 +47,8 @@ _MEANINGLESS: dict[str, Any] = {
     "assistant_lookbehind": 10,
     "target_lookbehind": 10,
 }
+
+_NEWEST_TESTED = (5, 24)
 
 _enabled = False
 # method name -> (what transformers had, our wrapper)
@@ -163,12 +166,22 @@ def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, 
     Raises:
         ValueError: names the argument or the mismatch, and the way out.
     """
+    _say_if_untested(transformers.__version__)
     draft._require_vocabulary("generate")
     draft.check_target(target)
     _check_target_class(target)
     _check_mode(target, mode, config)
     _check_options(config, mode_kwargs)
     _call_settings(draft, config)
+
+
+def _say_if_untested(installed: str) -> None:
+    """Once: a transformers newer than any that the tests have run with."""
+    if tuple(int(part) for part in installed.split(".")[:2]) > _NEWEST_TESTED:
+        logger.warning_once(
+            f"transformers {installed} is newer than the newest that this version of eagle3_hf was tested with "
+            f"({'.'.join(map(str, _NEWEST_TESTED))}); if a text differs from the plain call's, please report it"
+        )
 
 
 def _check_mode(target, mode, config: GenerationConfig) -> None:
