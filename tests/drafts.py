@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -25,6 +26,10 @@ from families import VOCAB_SIZE, prompt, tiny
 
 LAYERS = 4
 NEW_TOKENS = 24
+SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.9}
+MODES = pytest.mark.parametrize("mode", [{}, SAMPLED], ids=["greedy", "sampled"])
+# Full layers, windows, both, and eager attention with sinks.
+FOUR = pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma3", "gpt_oss"])
 # Share of the levels at which the right token is the favourite, and of the rest at which it is one of the better few.
 FAVOURITE, AMONG_FEW = 0.7, 0.7
 TREES = {"paper": (59, 8, 10), "cpu": (15, 4, 4), "chain": (5, 5, 1)}

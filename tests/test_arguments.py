@@ -10,6 +10,8 @@ from transformers import CompileConfig, DynamicCache, GenerationMixin, PreTraine
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from drafts import (
+    FOUR,
+    MODES,
     NEW_TOKENS,
     assert_same,
     assert_same_cache,
@@ -27,9 +29,6 @@ from eagle3_hf.decoding.target import CACHE_KEY
 from families import WINDOW, prompt, tiny
 
 
-SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.9}
-MODES = pytest.mark.parametrize("mode", [{}, SAMPLED], ids=["greedy", "sampled"])
-FOUR = pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma3", "gpt_oss"])
 ROWS = pytest.mark.parametrize("rows", [1, 3])
 # Earlier versions of transformers put a dynamic cache in the place of a static one beside an assistant, and warn.
 KEEPS_STATIC = "ASSISTED_GENERATION" not in inspect.getsource(GenerationMixin._prepare_cache_for_generation)

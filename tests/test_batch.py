@@ -19,7 +19,10 @@ from transformers import (
 )
 
 from drafts import (
+    FOUR,
+    MODES,
     NEW_TOKENS,
+    SAMPLED,
     Recorder,
     assert_close,
     assert_same,
@@ -41,9 +44,6 @@ from test_stopping import AfterCalls, raising, surroundings, tokenizer  # noqa: 
 from test_variants import HEADS, deepseek
 
 
-SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.9}
-MODES = pytest.mark.parametrize("mode", [{}, SAMPLED], ids=["greedy", "sampled"])
-FOUR = pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma3", "gpt_oss"])
 TWO = pytest.mark.parametrize("family", ["llama", "gemma3"])
 GROWN = pytest.mark.parametrize(
     ("family", "tree"), [("llama", "paper"), ("mistral_sw", "chain"), ("gemma3", "cpu"), ("gpt_oss", "paper")]

@@ -14,7 +14,10 @@ from transformers import (
 )
 
 from drafts import (
+    FOUR,
+    MODES,
     NEW_TOKENS,
+    SAMPLED,
     compare,
     new_draft,
     pair,
@@ -23,12 +26,6 @@ from drafts import (
 )
 from eagle3_hf.decoding import loop
 from families import FAMILIES, VOCAB_SIZE, prompt
-
-
-SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.9}
-MODES = pytest.mark.parametrize("mode", [{}, SAMPLED], ids=["greedy", "sampled"])
-# Full layers, windows, both, and eager attention with sinks.
-FOUR = pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma3", "gpt_oss"])
 
 
 class Remembering(LogitsProcessor):
