@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 # Imported on first use: a decoder needs neither Trainer nor datasets.
 _LAZY = {
     "Eagle3Trainer": ".training.trainer",
-    "Eagle3TrainingArguments": ".training.trainer",
+    "Eagle3TrainingArguments": ".training.arguments",
     "export_head": ".export.head",
 }
 

@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, convert, datagen, inspect
+from .commands import bench, convert, cost, datagen, features, inspect, show_mask, train
 
 
-_COMMANDS = (datagen, bench, inspect, convert)
+_COMMANDS = (datagen, show_mask, features, train, cost, bench, inspect, convert)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

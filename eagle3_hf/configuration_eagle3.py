@@ -182,15 +182,7 @@ class Eagle3DraftConfig(PreTrainedConfig):
         except Exception as error:  # a file can hold anything under any key, and transformers raises what it likes
             cause = f"rope_parameters {rope_parameters}: {error.args[0]}" if isinstance(error, KeyError) else error
             raise ValueError(cause) from error
-        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise ValueError(f"dtype must name a dtype of torch, got {self.dtype!r}")
-        self.rope_parameters = checked_rope(self.rope_parameters)  # again: older keys are folded in by now
-        check_rope_table(self)
-        if self.is_latent and self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(
-                f"latent attention rotates all of qk_rope_head_dim ({qk_rope_head_dim}), but rope_parameters has "
-                f"partial_rotary_factor {self.rope_parameters['partial_rotary_factor']}: leave that out"
-            )
+        self._check_with_base()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -280,6 +272,18 @@ class Eagle3DraftConfig(PreTrainedConfig):
         self._check_windows()
         self._check_layer_ids()
         self._check_single_feature()
+
+    def _check_with_base(self) -> None:
+        """What transformers has read or rewritten."""
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise ValueError(f"dtype must name a dtype of torch, got {self.dtype!r}")
+        self.rope_parameters = checked_rope(self.rope_parameters)  # again: older keys are folded in by now
+        check_rope_table(self)
+        if self.is_latent and self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(
+                f"latent attention rotates all of qk_rope_head_dim ({self.qk_rope_head_dim}), but rope_parameters has "
+                f"partial_rotary_factor {self.rope_parameters['partial_rotary_factor']}: leave that out"
+            )
 
     def _check_vocabulary(self) -> None:
         if self.draft_vocab_size > self.vocab_size:

@@ -25,13 +25,18 @@ class DraftCache:
 
     `length` rows are committed; rows of a tree being grown are written behind them and forgotten by `rollback`.
 
+    Args:
+        num_layers: Of the draft.
+        window: Rows that every row sees at most, itself included, whatever its layer's own window; `None` for all.
+
     Attributes:
         valid: (B, length) bool, which committed rows count: batch rows of different lengths leave holes. `None`: all.
         positions: (B, length) of the committed rows, kept only beside `valid`.
     """
 
-    def __init__(self, num_layers: int):
+    def __init__(self, num_layers: int, window: int | None = None):
         self.length = 0
+        self.window = window
         self.valid: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
         self._buffers: list[tuple[torch.Tensor, ...] | None] = [None] * num_layers
@@ -105,13 +110,14 @@ class CachedAttention:
     ) -> torch.Tensor:
         """The output for rows at `position_ids` (B or 1, n); a window counts positions, not rows of the cache."""
         states: tuple[torch.Tensor, ...] = key, value
-        if module.sliding_window is not None:
+        window = self._window(module)
+        if window is not None:
             states = key, value, position_ids.expand(query.shape[0], -1)[:, None, :, None]
         if self.cache is not None:
             states = self.cache.append(module.layer_idx, *states)
         visible = self._causal(query, states[0].shape[2]) if self.visible is None else self.visible
-        if module.sliding_window is not None:
-            recent = states[2].transpose(-1, -2) > position_ids[:, None, :, None] - module.sliding_window
+        if window is not None:
+            recent = states[2].transpose(-1, -2) > position_ids[:, None, :, None] - window
             visible = recent if visible is None else recent & visible
         implementation = module.config._attn_implementation
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
@@ -119,6 +125,10 @@ class CachedAttention:
         return attention(
             module, query, states[0], states[1], mask, scaling=module.scaling, dropout=0.0, is_causal=False
         )[0]
+
+    def _window(self, module: "DraftAttention") -> int | None:
+        windows = (module.sliding_window, None if self.cache is None else self.cache.window)
+        return min((window for window in windows if window is not None), default=None)
 
     @staticmethod
     def _causal(query: torch.Tensor, num_keys: int) -> torch.Tensor | None:

@@ -105,9 +105,11 @@ def _describe(path, folder: HeadFolder, overrides: dict[str, Any]) -> HeadDescri
 def _generation_config(content: dict[str, Any]) -> GenerationConfig:
     """The tree settings and special tokens of a `generation_config.json`; nothing else there concerns a draft."""
     kept = {}
-    for name in PAPER_TREE:
+    for name in (*PAPER_TREE, "assistant_window"):
         value = content.get(name)
-        if value is not None and (not is_integer(value) or not 1 <= value <= LARGEST_TREE):
+        if name == "num_assistant_tokens" and value == "auto":
+            pass
+        elif value is not None and (not is_integer(value) or not 1 <= value <= LARGEST_TREE):
             raise HeadFormatError(
                 f"its generation_config.json says {name} {value!r}: it must be an integer from 1 to {LARGEST_TREE}"
             )

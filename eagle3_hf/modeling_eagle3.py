@@ -28,8 +28,9 @@ from .features import Borrowed, call_at_home, check_target, compute_dtype
 from .layouts import DROPPED_TENSORS
 from .loading import load_head
 from .tree_settings import complete_tree_settings
-from .ttt.attention import TTTAttention
-from .ttt.loss import StepLoss, Supervision, step_loss, supervised_mask, weighted_loss
+from .ttt.loss import StepLoss, Supervision, supervised_mask, weighted_loss
+from .ttt.settings import TTTSettings
+from .unroll import training_time_test
 from .warm_start import new_head_config, special_ids, warm_start_body, warm_start_head
 
 
@@ -100,7 +101,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         self.rotary_emb = Eagle3RotaryEmbedding(config)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self._has_draft_vocab = False
+        self._has_draft_vocab, self._starts_warm = False, True
         self._init_vocabulary_buffers()
         self._target: weakref.ref | None = None
         self.stats: Any = None  # SpeculationStats of the last generate call
@@ -149,9 +150,9 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         teacher_logits: torch.Tensor | None = None,
         teacher_in_vocab: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        ttt_steps: int = 7,
-        step_decay: float = 0.8,
-        row_share: float = 1.0,
+        position_ids: torch.LongTensor | None = None,
+        settings: TTTSettings | None = None,
+        teacher_features: torch.Tensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
     ) -> Eagle3DraftOutput:
         """One causal pass, or with `labels` the whole training-time-test unroll (paper section 3.2).
@@ -163,8 +164,9 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
             teacher_logits: (n, D) the target's logits over the draft vocabulary, for the n supervised pairs in order.
             teacher_in_vocab: (n,) bool, whether the target's own first choice is in the draft vocabulary.
             attention_mask: Accepted and not needed, see `input_ids`.
-            ttt_steps, step_decay: Steps `S` and the weight `decay^s` of step `s`.
-            row_share: Share of the rows that the steps after the first run on, see `training_time_test`.
+            position_ids: (B, T) of packed rows, starting at 0 in every document.
+            settings: Steps, their weights and their loss; the paper's when `None`.
+            teacher_features: (n, Ht) the target's last feature at the token that a pair's row reads.
             num_items_in_batch: Global count of supervised tokens to divide by; this batch's own when `None`.
         """
         self._require_vocabulary("forward")
@@ -172,11 +174,14 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         if labels is None:
             hidden = self._first_pass(input_ids, features, borrowed)
             return Eagle3DraftOutput(logits=self.compute_logits(hidden, borrowed), hidden_states=hidden)
-        supervision = Supervision.build(supervised_mask(labels), teacher_logits, teacher_in_vocab)
-        steps = self.training_time_test(input_ids, features, supervision, ttt_steps, row_share, borrowed)
+        settings = settings or TTTSettings()
+        settings.check_fits(self.config)
+        mask = supervised_mask(labels, position_ids)
+        supervision = Supervision.build(mask, teacher_logits, teacher_in_vocab, position_ids, teacher_features)
+        steps = self.training_time_test(input_ids, features, supervision, settings, borrowed)
         count = num_items_in_batch if num_items_in_batch is not None else len(supervision.teacher)
         return Eagle3DraftOutput(
-            loss=weighted_loss(steps, count, step_decay),
+            loss=weighted_loss(steps, count, settings),
             step_losses=torch.stack([step.loss_sum.detach() for step in steps]),
             step_hits=torch.stack([step.hits.sum() for step in steps]),
             step_counts=torch.tensor([len(step.entries) for step in steps], device=input_ids.device),
@@ -187,31 +192,11 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor,
         features: torch.Tensor,
         supervision: Supervision,
-        num_steps: int,
-        row_share: float = 1.0,
+        settings: TTTSettings,
         borrowed: Borrowed | None = None,
     ) -> list[StepLoss]:
-        """Unroll the draft on its own output: features fed back and not detached, tokens teacher-forced.
-
-        With `row_share` < 1 the steps after the first run on that share of the rows, drawn at random: their rows do
-        not see one another, so each is exact, and the loss is weighted up to all rows.
-        """
-        borrowed = borrowed or self.borrow()
-        batch, length = input_ids.shape
-        embeds = borrowed.embed(nn.functional.pad(input_ids, (0, num_steps)))
-        rows = torch.arange(length, device=input_ids.device).expand(batch, -1)
-        attend, hidden, weights, losses = TTTAttention(rows), self.fuse(features), None, []
-        for step in range(num_steps):
-            if step == 1 and row_share < 1:
-                attend.rows = rows = supervision.sample_rows(row_share, num_steps)
-                weights = supervision.row_weights(rows.shape[1], num_steps)
-                hidden = _take_rows(hidden, rows)
-            output = self.run_layers(hidden, _take_rows(embeds, rows + step + 1), rows + step, attend)
-            in_batch, place, entries = supervision.pairs(rows, step)
-            logits = self.compute_logits(output[in_batch, place], borrowed)
-            losses.append(step_loss(logits, entries, supervision, None if weights is None else weights[in_batch]))
-            hidden = self.feedback(output)
-        return losses
+        """The unroll alone, see `unroll`: the loss of each step. Documents are those of `supervision`."""
+        return training_time_test(self, input_ids, features, supervision, settings, borrowed or self.borrow())
 
     def _first_pass(self, input_ids, features, borrowed) -> torch.Tensor:
         embeds = borrowed.embed(nn.functional.pad(input_ids, (0, 1))[:, 1:])
@@ -278,7 +263,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         self.t2d.copy_(t2d)
         self._has_draft_vocab = True
         target = self._target() if self._target is not None else None
-        if target is not None:
+        if target is not None and self._starts_warm:
             warm_start_head(self, target)
 
     def draft_vocab_ids(self) -> torch.Tensor:
@@ -314,6 +299,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         draft_vocab: torch.Tensor | list[int] | None = None,
         draft_vocab_size: int | None = None,
         dtype: torch.dtype = torch.float32,
+        warm_start: bool = True,
         **config_overrides,
     ) -> "Eagle3DraftModel":
         """A new head for `target`, warm-started from it and bound to it.
@@ -324,7 +310,8 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
             draft_vocab_size: `D`. Without `draft_vocab` the map stays unset until the trainer builds it; with neither,
                 the draft has the target's whole vocabulary.
             dtype: Of the parameters; float32 is right for training.
-            config_overrides: Any [`Eagle3DraftConfig`] field.
+            warm_start: Copy from the target what fits (see `warm_start`); `False` starts at random.
+            config_overrides: Any [`Eagle3DraftConfig`] field, such as `num_hidden_layers` or `hidden_size`.
         """
         vocab_size = target.get_input_embeddings().num_embeddings
         ids = vocab.resolve(draft_vocab, draft_vocab_size, vocab_size, special_ids(target))
@@ -332,10 +319,12 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         config = new_head_config(target, vocab_size, size or vocab_size, config_overrides)
         draft = cls(config).to(dtype)
         draft.bind(target)
-        warm_start_body(draft, target)
+        draft._starts_warm = warm_start
+        if warm_start:
+            warm_start_body(draft, target)
         if ids is not None and len(ids) < vocab_size:
             draft.set_draft_vocab(ids)  # gathers its rows of the target's head
-        elif draft.has_draft_vocab:
+        elif draft.has_draft_vocab and warm_start:
             warm_start_head(draft, target)
         return draft
 
@@ -376,6 +365,10 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         self._has_draft_vocab = self._has_draft_vocab or int(self.t2d.sum()) == self.config.draft_vocab_size
         return result
 
+    def get_input_embeddings(self):
+        """`None` where the target's are borrowed; peft asks before it leaves the head's rows out of "all-linear"."""
+        return self.embed_tokens if self.config.own_embeddings else None
+
     def generate(self, *args, **kwargs):
         raise TypeError(
             "a draft head cannot generate alone: call target.generate(..., assistant_model=draft), after "
@@ -390,8 +383,3 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
 
     def __getstate__(self):
         return {**self.__dict__, "_target": None}  # a weak reference cannot be pickled, and the target must not be
-
-
-def _take_rows(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """(B, T, H) at rows (B, R) -> (B, R, H)."""
-    return tokens.gather(1, rows[..., None].expand(-1, -1, tokens.shape[-1]))

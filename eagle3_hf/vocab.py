@@ -160,7 +160,7 @@ def resolve(draft_vocab, size: int | None, vocab_size: int, always: Iterable[int
     A tensor of length V is taken for counts unless it is `arange(V)`.
 
     Raises:
-        ValueError: counts without a size, or ids whose number contradicts the size.
+        ValueError: counts without a size, ids that are repeated, or ids whose number contradicts the size.
     """
     if draft_vocab is None:
         return None
@@ -173,7 +173,15 @@ def resolve(draft_vocab, size: int | None, vocab_size: int, always: Iterable[int
         return build_draft_vocab(given, size, always)
     if size is not None and given.numel() != size:
         raise ValueError(f"draft_vocab_size is {size}, but {given.numel()} ids were given; leave one of them out")
-    return _checked_ids(given, vocab_size, "draft_vocab").cpu().unique()
+    ids, order = _checked_ids(given, vocab_size, "draft_vocab").cpu().sort(stable=True)
+    twins = (ids[1:] == ids[:-1]).nonzero()[:, 0]
+    if twins.numel():
+        first, second = order[int(twins[0])], order[int(twins[0]) + 1]
+        raise ValueError(
+            f"draft_vocab[{int(first)}] and draft_vocab[{int(second)}] are both {int(ids[twins[0]])} ({twins.numel()} "
+            f"of {ids.numel()} ids are repeated): pass each id once, `ids.unique()`"
+        )
+    return ids
 
 
 def tokenizer_hashes(tokenizer) -> tuple[str, str | None]:

@@ -1,4 +1,4 @@
-"""Starting a new head from its target: its config, head rows, final norm, and the last block where shapes allow."""
+"""Starting a new head from its target: its config, head rows, final norm, and the last blocks where shapes allow."""
 
 from typing import Any
 
@@ -17,17 +17,15 @@ _READ_A_LATENT = ("q_b_proj", "kv_b_proj", "o_proj")
 
 
 def new_head_config(target, vocab_size: int, draft_vocab_size: int, overrides: dict) -> Eagle3DraftConfig:
-    """The usual one-layer head for `target`, as wide as it; any field can be overridden."""
+    """The usual one-layer head for `target`, as wide as it; any field can be overridden.
+
+    A head of another width has its own embeddings, and heads and MLP in proportion to its width.
+    """
     text = target.config.get_text_config()
-    heads = text.num_attention_heads
     reads_final_output = overrides.get("use_aux_hidden_state") is False
     fields = {
-        "hidden_size": text.hidden_size,
+        **_widths(text, overrides),
         "target_hidden_size": text.hidden_size,
-        "intermediate_size": _mlp_width(text),
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
         "max_position_embeddings": getattr(text, "max_position_embeddings", 2048),
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-5),
         "rope_parameters": _portable_rope(text),
@@ -41,6 +39,27 @@ def new_head_config(target, vocab_size: int, draft_vocab_size: int, overrides: d
     if overrides.get("kv_lora_rank") is not None:  # latent attention: its own widths say these
         del fields["num_key_value_heads"], fields["head_dim"]
     return Eagle3DraftConfig(**{**fields, **overrides})
+
+
+def _widths(text, overrides: dict) -> dict:
+    """Of the residual stream, attention and MLP: the target's, or in proportion where `hidden_size` is another."""
+    width, heads = overrides.get("hidden_size", text.hidden_size), text.num_attention_heads
+    groups = heads // (getattr(text, "num_key_value_heads", None) or heads)
+    head_dim = overrides.get("head_dim") or getattr(text, "head_dim", None) or text.hidden_size // heads
+    mlp, own_embeddings = _mlp_width(text), width != text.hidden_size
+    if own_embeddings:
+        head_dim = min(head_dim, width - width % 2)
+        heads = overrides.get("num_attention_heads") or max(1, width // head_dim)
+        groups = groups if heads % groups == 0 else 1
+        mlp = max(1, mlp * width // text.hidden_size)
+    return {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // groups,
+        "head_dim": head_dim,
+        "own_embeddings": own_embeddings,
+    }
 
 
 def _mlp_width(text) -> int:
@@ -97,7 +116,7 @@ def warm_start_head(draft, target) -> None:
 
 @torch.no_grad()
 def warm_start_body(draft, target) -> None:
-    """All but the head: final norm, `fc` passing the high feature, the last block's attention and MLP; by shape."""
+    """All but the head: final norm, `fc` passing the high feature, the last blocks' attention and MLP; by shape."""
     config = draft.config
     if config.hidden_size != config.target_hidden_size:
         return
@@ -110,7 +129,9 @@ def warm_start_body(draft, target) -> None:
         draft.fc.weight[:, -config.target_hidden_size :] += torch.eye(
             config.hidden_size, device=draft.fc.weight.device
         )
-    _copy_block(draft.layers[0], decoder_blocks(target)[-1], config.hidden_size)
+    blocks = decoder_blocks(target)
+    for layer, block in zip(reversed(draft.layers), reversed(blocks), strict=False):
+        _copy_block(layer, block, config.hidden_size)
 
 
 def _decoder(target) -> Any:
@@ -122,11 +143,13 @@ def _copy_block(layer: nn.Module, block: nn.Module, width: int) -> None:
         _copy_weight(getattr(layer.mlp, name), getattr(getattr(block, "mlp", None), name, None))
     _copy_gain(layer.post_attention_layernorm, _norm_before_mlp(block), width)
     attention = getattr(block, "self_attn", None)
+    if not layer.is_first:
+        _copy_gain(layer.input_layernorm, _norm_before_attention(block), width)
     for name, module in layer.self_attn.named_children():
         other = getattr(attention, name, None)
-        if name in _READ_THE_PAIR:
+        if name in _READ_THE_PAIR and layer.is_first:
             _copy_feature_half(module, other, width)
-        elif name in _READ_A_LATENT:
+        elif name in _READ_THE_PAIR or name in _READ_A_LATENT:
             _copy_weight(module, other)
         elif name.endswith("a_layernorm"):
             _copy_gain(module, other, module.weight.shape[0])
@@ -138,6 +161,11 @@ def _norm_before_mlp(block: nn.Module) -> nn.Module | None:
     if before_mlp is None and hasattr(block, "input_layernorm"):
         before_mlp = getattr(block, "post_attention_layernorm", None)
     return before_mlp
+
+
+def _norm_before_attention(block: nn.Module) -> nn.Module | None:
+    """In blocks without a first norm (OLMo 2) there is none."""
+    return getattr(block, "input_layernorm", None)
 
 
 def _copy_gain(mine: nn.Module, norm: nn.Module | None, width: int) -> None:

@@ -14,6 +14,7 @@ from demo_target import TARGET_ID, demo_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
+from eagle3_hf.training.checkpoints import last_whole_checkpoint
 from eagle3_hf.training.data import prepare_dataset
 from eagle3_hf.training.store import StoredFeatures, write_features
 from eagle3_hf.training.synthesis import synthesize
@@ -68,8 +69,7 @@ def main() -> None:
         eval_dataset=StoredFeatures(features, rows=range(split, everything)),
         processing_class=tokenizer,
     )
-    checkpoints = list((arguments.workdir / "checkpoints").glob("checkpoint-*"))
-    trainer.train(resume_from_checkpoint=bool(checkpoints))
+    trainer.train(resume_from_checkpoint=last_whole_checkpoint(arguments.workdir / "checkpoints"))
     print(trainer.evaluate())
     draft.to(torch.bfloat16).save_pretrained(arguments.output or arguments.workdir / "head")
 

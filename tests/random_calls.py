@@ -114,6 +114,7 @@ class Call:
         kwargs: Arguments that keep no state.
         callbacks: From a log to arguments that do, made anew for each run.
         user_cache, second_turn, as_config: A cache of the caller's; its continuation; arguments in a config object.
+        window, is_auto: Settings of the head: how far its attention reaches, and whether the tree is sized by cost.
     """
 
     seed: int
@@ -128,13 +129,16 @@ class Call:
     second_turn: int = 0
     as_config: bool = False
     streams: bool = False
+    window: int | None = None
+    is_auto: bool = False
 
     def __str__(self) -> str:
         shape = tuple(next(iter(self.inputs.values())).shape[:2])
-        extras = [name for name in ("user_cache", "second_turn", "as_config", "streams") if getattr(self, name)]
+        extras = [name for name in ("user_cache", "second_turn", "as_config", "streams", "is_auto") if getattr(self, name)]
         extras += [f"{len(self.callbacks)} callbacks"]
         kwargs = {name: value for name, value in self.kwargs.items() if name != "tokenizer"}
-        return f"call {self.seed}: {self.family}, {self.head}, tree {self.tree}, {shape}, {kwargs}, {extras}"
+        head = f"{self.head} (window {self.window})"
+        return f"call {self.seed}: {self.family}, {head}, tree {self.tree}, {shape}, {kwargs}, {extras}"
 
 
 def draw(seed: int, tokenizer: Any = None) -> Call:
@@ -157,6 +161,7 @@ def draw(seed: int, tokenizer: Any = None) -> Call:
     _draw_callbacks(rng, call, tokenizer)
     _draw_outputs(rng, call)
     _draw_refused(rng, call)
+    call.window, call.is_auto = rng.choice([None] * 6 + [1, 5, 16]), rng.random() < 0.15
     if "inputs_embeds" in call.inputs:
         target = target_of(call.family)
         call.inputs["inputs_embeds"] = target.get_input_embeddings()(call.inputs["inputs_embeds"]).detach()

@@ -584,6 +584,52 @@ def test_exceptions_leave_no_trace(family, mode, error, kind, at):
 
 @TWO
 @MODES
+@pytest.mark.parametrize("at", range(5, 12))
+def test_exceptions_behind_the_end_of_a_row(family, mode, at):
+    """The pad tokens that plain decoding has run by then are in the cache, also of a row that ends in that round."""
+    inputs, (target, draft) = padded(LENGTHS), pair(family, "chain")
+    ends = {"eos_token_id": ends_of(family, inputs, [3, None, 6], **mode)}
+    text = observe(target, inputs, max_new_tokens=16, **ends, **mode).told
+    found = [
+        raised(target, inputs, assistant, ValueError, raise_at=at, max_new_tokens=16, **ends, **mode)
+        for assistant in (None, draft.foretell(text, favourite=1.0))
+    ]
+    assert_same_failure(*found)
+
+
+@TWO
+@pytest.mark.parametrize("tree", ["paper", "chain"])
+@pytest.mark.parametrize("eos", [[3, None, 10], [8, 8, 2], [1, 2, 3], [4, 5, 6]], ids=str)
+def test_finished_rows_from_which_nothing_can_be_drawn(family, tree, eos):
+    """Vanilla draws for them too: here nothing may follow a pad token."""
+    inputs, (target, draft) = padded(LENGTHS), pair(family, tree)
+    kwargs = {"bad_words_ids": [[0, token] for token in range(VOCAB_SIZE)], **SAMPLED}
+    kwargs["eos_token_id"] = ends_of(family, inputs, eos, **SAMPLED)
+    text = observe(target, inputs, max_new_tokens=NEW_TOKENS, **SAMPLED).told
+    found = [
+        raised(target, inputs, assistant, RuntimeError, max_new_tokens=NEW_TOKENS, **kwargs)
+        for assistant in (None, draft.foretell(text, favourite=1.0))
+    ]
+    assert "probability tensor" in found[0][0]
+    assert_same_failure(*found)
+
+
+def raised(target, inputs, assistant, error, raise_at=None, **kwargs) -> tuple:
+    """What a call that raises leaves behind: its message, the streamer's calls, the generator, its user's cache."""
+    cache, streamer = DynamicCache(config=target.config), Recorder(raise_at)
+    torch.manual_seed(0)
+    with pytest.raises(error) as info:
+        target.generate(**inputs, assistant_model=assistant, streamer=streamer, **{CACHE_KEY: cache}, **kwargs)
+    return str(info.value), streamer.calls, torch.get_rng_state().tolist(), cache
+
+
+def assert_same_failure(theirs: tuple, mine: tuple) -> None:
+    assert mine[:3] == theirs[:3]
+    assert_same_cache(mine[3], theirs[3])
+
+
+@TWO
+@MODES
 def test_an_interrupted_forward_leaves_no_trace(family, mode):
     target, draft = pair(family)
     inputs = padded(LENGTHS)

@@ -254,8 +254,8 @@ def test_bad_files(tmp_path):
     path.write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match="empty"):
         load_chats(path)
-    path.write_text('{"conversations": []}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="`messages` column.*found conversations"):
+    path.write_text('{"chat": []}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="columns chat. Known: `messages`"):
         load_chats(path)
 
 

@@ -72,6 +72,7 @@ def our_logits(draft: Eagle3DraftModel, inputs: dict[str, torch.Tensor], target=
     hidden = draft.fuse(features_of(draft, inputs))
     attend, logits = TTTAttention(rows), []
     for step in range(STEPS):
+        attend.step = step
         ids = nn.functional.pad(inputs["input_ids"][:, step:], (0, step))
         output = draft.run_layers(hidden, borrowed.embed(ids), rows + step, attend)
         logits.append(draft.compute_logits(output, borrowed))

@@ -18,10 +18,11 @@ from eagle3_hf import DraftTree, Eagle3Candidate, Eagle3DraftModel
 from eagle3_hf.features import FeatureReader
 from eagle3_hf.layouts import WEIGHT_RENAMINGS
 from eagle3_hf.ttt.loss import Supervision, weighted_loss
+from eagle3_hf.ttt.settings import TTTSettings
 
 
 TRACES = ["trace", "trace_small", "trace_chain"]
-STEPS = 7
+SETTINGS = TTTSettings(num_steps=7, step_decay=0.8)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_losses_and_accuracies_of_the_seven_steps(reference, target, draft):
     ids, mask = torch.tensor(expected["input_ids"]), torch.tensor(expected["loss_mask"]).bool()
     logits, features = run_target(target, ids, draft.config.target_layer_ids)
     with torch.no_grad():
-        steps = draft.training_time_test(ids, features, reference_supervision(draft, logits, mask), STEPS)
+        steps = draft.training_time_test(ids, features, reference_supervision(draft, logits, mask), SETTINGS)
     losses = [step.loss_sum.item() / ids.numel() for step in steps]
     accuracies = [step.hits.sum().item() / mask[:, s:].sum().item() for s, step in enumerate(steps)]
     assert losses == pytest.approx(expected["plosses"], abs=1e-5)
@@ -174,9 +175,9 @@ class TrainingRun:
         ids, mask = self.ids[rows], torch.ones_like(self.ids[rows], dtype=torch.bool)
         mask[:, : self.log["loss_mask_zero_before"]] = False
         supervision = reference_supervision(self.draft, self.logits[rows], mask)
-        steps = self.draft.training_time_test(ids, self.features[rows], supervision, STEPS)
+        steps = self.draft.training_time_test(ids, self.features[rows], supervision, SETTINGS)
         self.optimizer.zero_grad()
-        weighted_loss(steps, ids.numel(), 0.8).backward()
+        weighted_loss(steps, ids.numel(), SETTINGS).backward()
         nn.utils.clip_grad_norm_(self.draft.parameters(), self.clip)
         self.optimizer.step()
         losses = [step.loss_sum.item() / ids.numel() for step in steps]

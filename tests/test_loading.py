@@ -271,6 +271,7 @@ def test_other_libraries_heads_give_their_own_outputs(shared, name, override):
     rows = torch.arange(io["features"].shape[1])[None]
     attend, hidden = TTTAttention(rows), draft.fuse(io["features"])
     for step, ids in enumerate(io["ids_used_per_step"]):
+        attend.step = step
         output = draft.run_layers(hidden, embed(ids), io["position_ids_step0"] + step, attend)
         torch.testing.assert_close(output, io["hidden_prenorm_per_step"][step], rtol=0, atol=2e-5)
         torch.testing.assert_close(draft.compute_logits(output), io["logits_per_step"][step], rtol=0, atol=2e-5)

@@ -26,6 +26,7 @@ from eagle3_hf.draft_attention import CachedAttention, DraftCache
 from eagle3_hf.features import FeatureReader
 from eagle3_hf.ttt.attention import TTTAttention
 from eagle3_hf.ttt.loss import Supervision
+from eagle3_hf.ttt.settings import TTTSettings
 from families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
 from heads import DRAFT_VOCAB, new_head
 
@@ -234,6 +235,7 @@ def test_switches_mean_what_another_library_means(shared, name):
     rows = torch.arange(io["features"].shape[1])[None]
     attend, hidden = TTTAttention(rows), draft.fuse(io["features"])
     for step, tokens in enumerate(io["ids_used_per_step"]):
+        attend.step = step
         embeds = draft.embed_tokens(tokens)
         output = draft.run_layers(hidden, embeds, io["position_ids_step0"] + step, attend)
         torch.testing.assert_close(draft.compute_logits(output), io["logits_per_step"][step], rtol=1e-4, atol=3e-5)
@@ -298,7 +300,7 @@ def test_unroll_equals_drafting_step_by_step(target, overrides, implementation, 
     draft, ids, steps = head_for(target, implementation, **overrides), prompt(11), 5
     features = features_of(target, draft, ids)
     recorded = record_logits(draft, monkeypatch)
-    draft.training_time_test(ids, features, all_supervised(ids, draft.config.draft_vocab_size), steps)
+    draft.training_time_test(ids, features, all_supervised(ids, draft.config.draft_vocab_size), TTTSettings(steps))
     monkeypatch.undo()
     for row in (0, 1, 4, 6, 9):
         depth = min(steps, 10 - row)  # as many tokens as the text has
@@ -311,12 +313,15 @@ def test_unroll_equals_drafting_step_by_step(target, overrides, implementation, 
 def test_unroll_of_several_texts_is_that_of_each(target):
     draft, ids = head_for(target), prompt(9, rows=3)
     features, supervision = features_of(target, draft, ids), all_supervised(ids, DRAFT_VOCAB)
-    together = draft.training_time_test(ids, features, supervision, 4)
+    settings = TTTSettings(num_steps=4)
+    together = draft.training_time_test(ids, features, supervision, settings)
     alone = []
     for row in range(3):
         entries = slice(9 * row, 9 * row + 9)
-        own = Supervision(supervision.index[:1], supervision.teacher[entries], supervision.in_vocab[entries])
-        alone.append(draft.training_time_test(ids[row : row + 1], features[row : row + 1], own, 4))
+        own = Supervision.build(
+            torch.ones(1, 9, dtype=torch.bool), supervision.teacher[entries], supervision.in_vocab[entries]
+        )
+        alone.append(draft.training_time_test(ids[row : row + 1], features[row : row + 1], own, settings))
     for step in range(4):
         torch.testing.assert_close(together[step].loss_sum, sum(steps[step].loss_sum for steps in alone))
 
@@ -330,12 +335,12 @@ def test_sampled_rows_have_exactly_their_own_logits(target, overrides, monkeypat
     draft, ids = head_for(target, **overrides), prompt(12, rows=2)
     features, supervision = features_of(target, draft, ids), all_supervised(ids, DRAFT_VOCAB)
     recorded = record_logits(draft, monkeypatch)
-    draft.training_time_test(ids, features, supervision, 4)
+    draft.training_time_test(ids, features, supervision, TTTSettings(num_steps=4))
     everything = list(recorded)
     recorded.clear()
     rows = torch.tensor([[1, 4, 5, 9, 11], [0, 2, 3, 4, 10]])
     monkeypatch.setattr(Supervision, "sample_rows", lambda *args: rows)
-    sampled = draft.training_time_test(ids, features, supervision, 4, row_share=0.4)
+    sampled = draft.training_time_test(ids, features, supervision, TTTSettings(num_steps=4, row_share=0.4))
     assert torch.equal(recorded[0], everything[0])
     for step in range(1, 4):
         all_rows = torch.arange(12).expand(2, -1)
@@ -384,10 +389,12 @@ def test_sampled_loss_has_the_expectation_of_the_whole(target):
     count = int(mask.sum())
     teacher = 3 * torch.randn(count, DRAFT_VOCAB)
     supervision = Supervision.build(mask, teacher, torch.ones(count, dtype=torch.bool))
-    exact = [float(step.loss_sum) for step in draft.training_time_test(ids, features, supervision, 3)]
+    settings = TTTSettings(num_steps=3)
+    some = TTTSettings(num_steps=3, row_share=0.25)
+    exact = [float(step.loss_sum) for step in draft.training_time_test(ids, features, supervision, settings)]
     draws = torch.tensor(
         [
-            [float(step.loss_sum) for step in draft.training_time_test(ids, features, supervision, 3, row_share=0.25)]
+            [float(step.loss_sum) for step in draft.training_time_test(ids, features, supervision, some)]
             for _ in range(200)
         ]
     )
@@ -403,7 +410,7 @@ def test_the_whole_share_samples_nothing(target, monkeypatch):
     draft, ids = head_for(target), prompt(8)
     monkeypatch.setattr(Supervision, "sample_rows", None)  # would raise when called
     features = features_of(target, draft, ids)
-    draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), 3, row_share=1.0)
+    draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), TTTSettings(num_steps=3))
 
 
 # ----- the cache between rounds -------------------------------------------------------------------------------------
@@ -479,7 +486,7 @@ def test_dtypes_of_draft_and_target_may_differ(draft_dtype, target_dtype, overri
     assert text.shape == (1, 12)
     features = features_of(target, draft, ids)
     supervision = all_supervised(ids, draft.config.draft_vocab_size)
-    for step in draft.training_time_test(ids, features, supervision, 2):
+    for step in draft.training_time_test(ids, features, supervision, TTTSettings(num_steps=2)):
         assert step.loss_sum.dtype == torch.float32
         assert step.loss_sum.isfinite()
     assert draft.dtype == draft_dtype
@@ -785,10 +792,11 @@ def test_forward_with_labels_gives_the_weighted_loss_and_sums(target):
     teacher = torch.randn(count, DRAFT_VOCAB)
     known = torch.tensor([True, True, False, True, True, True])
     features = features_of(target, draft, ids)
-    given = {"labels": labels, "teacher_logits": teacher, "teacher_in_vocab": known, "ttt_steps": 3, "step_decay": 0.5}
+    settings = TTTSettings(num_steps=3, step_decay=0.5)
+    given = {"labels": labels, "teacher_logits": teacher, "teacher_in_vocab": known, "settings": settings}
     output = draft(ids, features, **given)
     supervision = Supervision.build(nn.functional.pad(labels[:, 2:] != -100, (0, 2)), teacher, known)
-    steps = draft.training_time_test(ids, features, supervision, 3)
+    steps = draft.training_time_test(ids, features, supervision, settings)
     expected = sum(0.5**s * float(step.loss_sum.detach()) for s, step in enumerate(steps))
     assert float(output.loss.detach()) == pytest.approx(expected / count, rel=1e-5)
     assert output.step_counts.tolist() == [6, 6, 6]

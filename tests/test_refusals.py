@@ -4,17 +4,20 @@ import re
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     DynamicCache,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from drafts import draft_of, new_draft, set_tree, target_of
-from eagle3_hf import Eagle3DraftConfig, Eagle3DraftModel
+from eagle3_hf import Eagle3DraftConfig, Eagle3DraftModel, vocab
+from eagle3_hf.decoding import seam
 from eagle3_hf.decoding.proof import ability_of
 from eagle3_hf.decoding.target import CACHE_KEY
 from families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
@@ -68,9 +71,9 @@ def refused():
         ({"num_assistant_tokens_schedule": "heuristic"}, "num_assistant_tokens_schedule='heuristic'"),
         ({"assistant_lookbehind": 5}, "assistant_lookbehind=5"),
         ({"target_lookbehind": 5}, "target_lookbehind=5"),
-        ({"num_assistant_tokens": "auto"}, "num_assistant_tokens='auto' is not supported yet"),
-        ({"num_assistant_tokens": 0}, "num_assistant_tokens must be an int of at least 1, got 0"),
-        ({"num_assistant_tokens": 3.5}, "num_assistant_tokens must be an int of at least 1, got 3.5"),
+        ({"num_assistant_tokens": "most"}, "num_assistant_tokens must be 'auto' or an int of at least 1, got 'most'"),
+        ({"num_assistant_tokens": 0}, "num_assistant_tokens must be 'auto' or an int of at least 1, got 0"),
+        ({"num_assistant_tokens": 3.5}, "num_assistant_tokens must be 'auto' or an int of at least 1, got 3.5"),
         ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
     ],
     ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
@@ -107,7 +110,12 @@ def test_tree_settings_saved_with_the_head(refused):
     draft = new_draft(target_of("llama"))
     for name in ("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k"):
         before = getattr(draft.generation_config, name)
-        for value in ("auto", 0, True, None if name != "num_assistant_tokens" else -1):
+        for value in (
+            "auto" if name != "num_assistant_tokens" else "all",
+            0,
+            True,
+            None if name != "num_assistant_tokens" else -1,
+        ):
             setattr(draft.generation_config, name, value)
             refused(f"{name}", draft=draft)
         setattr(draft.generation_config, name, before)
@@ -124,6 +132,37 @@ def test_a_calls_own_number_of_nodes_overrides_the_heads():
         target.generate(prompt(5), max_new_tokens=40, assistant_model=draft.foretell([]), **kwargs)
         assert sizes[1] == size
     handle.remove()
+
+
+# ----- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def words(prefix: str) -> PreTrainedTokenizerFast:
+    vocabulary = {f"{prefix}{token}": token for token in range(VOCAB_SIZE)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token=f"{prefix}0")))
+
+
+def test_a_tokenizer_with_another_vocabulary_is_named_once(monkeypatch):
+    target, draft, said = target_of("llama"), new_draft(target_of("llama")), []
+    vocab.record_tokenizer(draft.config, words("w"))
+    monkeypatch.setattr(seam.logger, "warning", said.append)
+    other = words("v")
+    for _ in range(2):
+        target.generate(prompt(5), max_new_tokens=4, assistant_model=draft, tokenizer=other)
+    assert len(said) == 1
+    assert "the head was trained with a vocabulary of hash" in said[0]
+
+
+def test_a_tokenizer_is_compared_once(monkeypatch):
+    target, draft, tokenizer, hashed = target_of("llama"), new_draft(target_of("llama")), words("w"), []
+    vocab.record_tokenizer(draft.config, tokenizer)
+    monkeypatch.setattr(seam, "check_tokenizer", lambda *both: hashed.append(both))
+    for count in (1, 1):
+        target.generate(prompt(5), max_new_tokens=4, assistant_model=draft, tokenizer=tokenizer)
+        assert len(hashed) == count
+    tokenizer.add_tokens(["more"])
+    target.generate(prompt(5), max_new_tokens=4, assistant_model=draft, tokenizer=tokenizer)
+    assert len(hashed) == 2
 
 
 # ----- caches --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.masking_utils import AttentionMaskInterface
 
 from drafts import Recorder, cache_of, target_of
-from eagle3_hf.decoding import choosing, seam
+from eagle3_hf.decoding import callbacks, seam
 from eagle3_hf.decoding.target import CACHE_KEY
 from eagle3_hf.features import FeatureReader
 from families import FAMILIES, prompt, tiny
@@ -150,13 +150,13 @@ def test_processors_and_criteria_are_lists_to_call():
 
 
 def test_the_warpers_we_know_by_name_exist_and_look_at_no_ids():
-    assert len(choosing.PREFIX_FREE_WARPERS) == len(choosing._WARPER_NAMES)
+    assert len(callbacks.PREFIX_FREE_WARPERS) == len(callbacks._WARPER_NAMES)
     scores = torch.randn(3, 50)
     arguments = {
         "TemperatureLogitsWarper": 0.7, "TopKLogitsWarper": 5, "TopPLogitsWarper": 0.8, "MinPLogitsWarper": 0.1,
         "TypicalLogitsWarper": 0.9, "EpsilonLogitsWarper": 0.01, "EtaLogitsWarper": 0.01,
     }  # fmt: skip
-    for name in choosing._WARPER_NAMES:
+    for name in callbacks._WARPER_NAMES:
         warper = getattr(logits_process, name)(arguments[name])
         whole = warper(None, scores.clone())
         rows = torch.cat([warper(None, row[None].clone()) for row in scores])

@@ -1,8 +1,12 @@
 """Features on disk: the same as those seen online, written whole or not at all, and never mixed with others'."""
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +14,9 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from eagle3_hf.features import FeatureReader
-from eagle3_hf.training import store
+from eagle3_hf.training import store, stored
 from eagle3_hf.training.store import StoredFeatures, projected_bytes, write_features
+from eagle3_hf.training.teacher import Teacher
 from eagle3_hf.ttt.loss import IGNORE_INDEX
 from families import prompt, tiny
 
@@ -111,18 +116,18 @@ def test_a_store_travels_to_worker_processes(written):
     assert all(torch.equal(before[name], again[name]) for name in before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_projected_size_is_the_real_one(target, tmp_path, dtype):
     rows = rows_of([40] * 12)
     write(target, tmp_path, rows, dtype=dtype, shard_rows=12)
-    projected = projected_bytes(40 * 12, 64, len(LAYER_IDS), dtype.itemsize)
+    projected = projected_bytes(40 * 12, 64, len(LAYER_IDS), dtype)
     real = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert projected <= real <= projected + 12 * 4 + 1000  # and a length of each row, and the file's header
 
 
 def test_the_size_is_shown_before_anything_is_written(target, tmp_path, capsys):
     write(target, tmp_path, progress=True)
-    size = projected_bytes(sum(LENGTHS), 64, len(LAYER_IDS), 4)
+    size = projected_bytes(sum(LENGTHS), 64, len(LAYER_IDS), torch.float32)
     assert f"({size / 1e9:.3g} GB)" in capsys.readouterr().err
 
 
@@ -184,6 +189,124 @@ def test_parts_written_side_by_side_equal_one(target, tmp_path, written):
     assert json.loads((tmp_path / "index.json").read_text()) == json.loads((written / "index.json").read_text())
 
 
+FULL = """
+import resource, sys
+from test_store import tiny, write
+target = tiny("llama", num_hidden_layers=4)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)  # a write beyond it fails, as on a full disk
+write(target, sys.argv[1], progress=False)
+"""
+
+KILLED = """
+import os, signal, sys
+from test_store import store, tiny, write
+save = store.save_file
+def torn(tensors, path):
+    save(tensors, path)
+    if "00001" in str(path):
+        os.truncate(path, path.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+store.save_file = torn
+write(tiny("llama", num_hidden_layers=4), sys.argv[1], progress=False)
+"""
+
+
+def run_script(script: str, *arguments) -> subprocess.CompletedProcess:
+    tests = Path(__file__).parent
+    paths = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=200
+    )
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_shard(target, tmp_path, written):
+    """A real write that fails half-way: nothing torn stays, the message says what to do, and doing so works."""
+    run = run_script(FULL, tmp_path, (written / "shard-00001.safetensors").stat().st_size - 100)
+    assert run.returncode == 1
+    assert "shard-00000.safetensors could not be written" in run.stderr or "shard-00001" in run.stderr
+    assert "make room and run the same call again, it goes on from there" in run.stderr
+    assert not list(tmp_path.glob("*.partial"))
+    whole = shards(written)
+    assert all(content == whole[name] for name, content in shards(tmp_path).items())
+    write(target, tmp_path)
+    assert shards(tmp_path) == whole
+
+
+def test_killed_in_the_middle_of_a_shard(target, tmp_path, written):
+    assert run_script(KILLED, tmp_path).returncode == -9
+    assert list(shards(tmp_path)) == ["shard-00000.safetensors"]
+    write(target, tmp_path)
+    assert shards(tmp_path) == shards(written)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("left", [0, 4, 100, 3000])
+def test_a_shard_that_was_cut_off_is_not_taken_for_whole(target, tmp_path, written, left):
+    """Copied by something that stopped, say."""
+    write(target, tmp_path)
+    path = tmp_path / "shard-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(ValueError, match="lacks 1 of 3 shards: run the same"):
+        StoredFeatures(tmp_path)
+    write(target, tmp_path)
+    assert shards(tmp_path) == shards(written)
+
+
+# ----- eight-bit floats ----------------------------------------------------------------------------------------------
+
+
+def test_eight_bit_floats_keep_their_bound():
+    """1/16 of itself for every value down to 1/28,000 of its vector's largest, next to huge channels too."""
+    torch.manual_seed(0)
+    features = torch.randn(50, 3 * 64) * torch.logspace(-2, 2, 50)[:, None]
+    features[:, 5] *= 500.0  # a massive activation
+    features[3] = 0.0
+    values, scales = stored.to_fp8(features, 3)
+    assert values.dtype == torch.float8_e4m3fn
+    assert scales.shape == (50, 3)
+    again = stored.from_fp8(values, scales).float()
+    error = (again - features).abs()
+    floor = features.unflatten(-1, (3, 64)).abs().amax(-1, keepdim=True).expand(-1, -1, 64).flatten(1) / 28_000
+    assert (error <= features.abs().clamp(min=floor) * (1 / 16 + 1 / 256)).all()  # and one rounding to bfloat16
+    assert (again[3] == 0).all()
+
+
+def test_a_store_of_eight_bit_floats(target, tmp_path):
+    rows = rows_of(LENGTHS)
+    write(target, tmp_path / "fp8", rows, dtype=torch.float8_e4m3fn)
+    write(target, tmp_path / "bf16", rows, dtype=torch.bfloat16)
+    eight, half = StoredFeatures(tmp_path / "fp8"), StoredFeatures(tmp_path / "bf16")
+    for small, large in zip(eight, half, strict=True):
+        assert small["features"].dtype == torch.bfloat16
+        difference = (small["features"].float() - large["features"].float()).norm(dim=-1)
+        assert (difference <= 0.035 * large["features"].float().norm(dim=-1)).all()
+        for name in ("last_hidden", "top1", "labels", "input_ids"):  # what is learnt is not rounded further
+            assert torch.equal(small[name], large[name])
+
+
+# ----- the manners of `datasets` -------------------------------------------------------------------------------------
+
+
+def test_a_store_has_the_manners_of_a_dataset(written, monkeypatch):
+    whole = StoredFeatures(written)
+    assert set(whole.column_names) == set(whole[0])
+    monkeypatch.setattr(StoredFeatures, "__getitem__", lambda *_: pytest.fail("a row was read"))
+    assert whole.select([4, 1]).lengths == [LENGTHS[4], LENGTHS[1]]
+    assert whole.select([4, 1, 6]).select([2, 0]).rows == [6, 4]
+    assert sorted(whole.shuffle(seed=3).rows) == list(range(7))
+    assert whole.shuffle(seed=3).rows == whole.shuffle(seed=3).rows != whole.shuffle(seed=4).rows
+    for size in (2, 0.3):
+        parts = whole.train_test_split(test_size=size, seed=0)
+        assert sorted(parts["train"].rows + parts["test"].rows) == list(range(7))
+        same = rows_of(LENGTHS).add_column("at", list(range(7))).train_test_split(test_size=size, seed=0)
+        assert {name: part.rows for name, part in parts.items()} == {
+            name: part["at"][:] for name, part in same.items()
+        }
+    with pytest.raises(ValueError, match="test_size 7 of 7 rows leaves one part empty"):
+        whole.train_test_split(test_size=7)
+
+
 # ----- never mixed ---------------------------------------------------------------------------------------------------
 
 
@@ -231,17 +354,32 @@ def test_an_empty_dataset_is_refused(target, tmp_path):
         write_features(target, [], tmp_path, LAYER_IDS)
 
 
-@pytest.mark.parametrize("cap", [30.0, 5.0])
-def test_soft_capped_logits_cannot_be_stored(tmp_path, cap):
+@pytest.mark.parametrize("cap", [30.0, 5.0, None])
+def test_targets_that_soft_cap_their_logits_can_be_stored(tmp_path, cap):
+    """What is stored is the input of the output layer; the teacher puts the target's own capping on top."""
     gemma = tiny("gemma2", num_hidden_layers=2, final_logit_softcapping=cap)
-    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM post-processes its logits .* Train it online"):
-        write(gemma, tmp_path / "store", layer_ids=[0, 1, 2])
+    rows = rows_of([9, 6])
+    write(gemma, tmp_path, rows, layer_ids=[0, 1, 2])
+    ids = torch.arange(0, 150, 3)
+    teacher = Teacher(gemma, [0, 1, 2], ids)
+    for row, online in zip(StoredFeatures(tmp_path), rows, strict=True):
+        batch = {name: value[None] for name, value in row.items()}
+        tokens = torch.tensor([online["input_ids"]])
+        with torch.no_grad():
+            logits = gemma(tokens).logits[0]
+        taught = [j for j in range(2, len(online["labels"])) if online["labels"][j] != IGNORE_INDEX]
+        expected = logits[[j - 1 for j in taught]][:, ids].softmax(-1)
+        torch.testing.assert_close(teacher(batch)["teacher_logits"].softmax(-1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_target_whose_logits_are_made_of_more_is_refused(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(store.OutputLayer, "fits", lambda *_: False)
+    with pytest.raises(ValueError, match="logits of LlamaForCausalLM cannot be computed .* train it online"):
+        write(target, tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
-def test_the_same_family_without_soft_capping_is_fine(tmp_path):
-    gemma = tiny("gemma2", num_hidden_layers=2, final_logit_softcapping=None)
-    write(gemma, tmp_path, rows_of([6, 5]), layer_ids=[0, 1, 2])
-    assert set(load_file(tmp_path / "shard-00000.safetensors")) == {
+def test_what_a_shard_holds(written):
+    assert set(load_file(written / "shard-00000.safetensors")) == {
         "input_ids", "labels", "top1", "features", "last_hidden", "lengths",
     }  # fmt: skip

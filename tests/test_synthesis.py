@@ -7,7 +7,8 @@ import torch
 
 from chats import chat_tokenizer, tiny_target
 from eagle3_hf.training.data import prepare_dataset
-from eagle3_hf.training.synthesis import GreedyRows, synthesize
+from eagle3_hf.training.synthesis import synthesize
+from eagle3_hf.training.writing import GreedyRows
 
 
 END = 4
@@ -235,3 +236,19 @@ def test_settings_out_of_range(target, tokenizer, tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         synthesize(target, tokenizer, path, **{"num_chats": 4, **settings})
     assert not path.exists()
+
+
+def test_template_arguments_reach_the_template(target, tmp_path):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ mood }}" + tokenizer.chat_template
+    prompts = []
+    generate = target.generate
+
+    def recorded(ids, **kwargs):
+        prompts.append(tokenizer.decode(ids[0], skip_special_tokens=True))
+        return generate(ids, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "generate", recorded)
+        synthesize(target, tokenizer, tmp_path / "chats.jsonl", 1, template_kwargs={"mood": "merry"}, **SETTINGS)
+    assert all(prompt.startswith("merry") for prompt in prompts)

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,25 +19,18 @@ from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from eagle3_hf.training.data import count_tokens, prepare_dataset, special_token_ids
 from eagle3_hf.training.store import StoredFeatures, write_features
 from eagle3_hf.ttt.loss import IGNORE_INDEX
-
-
-ANSWERS = [
-    "The capital of France is Paris.",
-    "The sea is wide, the sea is deep.",
-    "It sings. The answer is four.",
-    "Let me think about it. The answer is Paris.",
-]
-
-
-def chats(count: int = 8) -> list[dict]:
-    """Chats of different lengths, two answers in every third."""
-    made = []
-    for i in range(count):
-        turns = [("user", "What is the answer?"[: 6 + i]), ("assistant", ANSWERS[i % 4][: 12 + 3 * i])]
-        if i % 3 == 0:
-            turns += [("user", "Write a poem."), ("assistant", ANSWERS[(i + 1) % 4])]
-        made.append({"messages": [{"role": role, "content": content} for role, content in turns]})
-    return made
+from eagle3_hf.ttt.settings import TTTSettings
+from training_runs import (
+    Gradients,
+    StopAfter,
+    arguments,
+    assert_same_weights,
+    chats,
+    history,
+    new_draft,
+    trainer_for,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,54 +54,6 @@ def stored(target, rows, tmp_path_factory) -> StoredFeatures:
     directory = tmp_path_factory.mktemp("features")
     write_features(target, rows, directory, [0, 1, 2], dtype=torch.float32, shard_rows=3, progress=False)
     return StoredFeatures(directory)
-
-
-def new_draft(target, draft_vocab_size: int | None = 200, **overrides) -> Eagle3DraftModel:
-    torch.manual_seed(0)
-    return Eagle3DraftModel.from_target(target, draft_vocab_size=draft_vocab_size, **overrides)
-
-
-def arguments(tmp_path, **overrides) -> Eagle3TrainingArguments:
-    fields = {
-        "output_dir": str(tmp_path / "out"),
-        "per_device_train_batch_size": 4,
-        "max_steps": 3,
-        "ttt_steps": 3,
-        "learning_rate": 2e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return Eagle3TrainingArguments(**{**fields, **overrides})
-
-
-def trainer_for(
-    target, dataset, tmp_path, tokenizer=None, draft=None, eval_dataset=None, **overrides
-) -> Eagle3Trainer:
-    return Eagle3Trainer(
-        model=draft if draft is not None else new_draft(target),
-        target_model=target,
-        args=arguments(tmp_path, **overrides),
-        train_dataset=dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-    )
-
-
-def history(trainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-def weights(model) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_same_weights(left: dict, right: dict, atol: float = 1e-6) -> None:
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # ----- learning ------------------------------------------------------------------------------------------------------
@@ -137,6 +83,20 @@ def test_online_and_stored_training_are_the_same(target, rows, stored, tmp_path)
     assert_same_weights(*(weights(trainer.model) for trainer in runs), atol=1e-5)
     for step in range(3):
         assert history(runs[0], f"accuracy_step_{step}") == history(runs[1], f"accuracy_step_{step}")
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-3), (torch.float8_e4m3fn, 5e-3)])
+def test_stores_of_fewer_bits_train_as_online_does(tokenizer, rows, tmp_path, dtype, bound):
+    """With a bfloat16 target: the losses of four steps, off by at most `bound` of themselves."""
+    torch.manual_seed(0)
+    target = tiny_target(tokenizer).to(torch.bfloat16)
+    write_features(target, rows, tmp_path / "store", [0, 1, 2], dtype=dtype, progress=False)
+    losses = []
+    for data in (rows, StoredFeatures(tmp_path / "store")):
+        trainer = trainer_for(target, data, tmp_path, max_steps=4)
+        trainer.train()
+        losses.append(history(trainer, "loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=bound)
 
 
 def test_rows_held_out_of_a_store_are_for_evaluation(target, stored, tmp_path):
@@ -177,9 +137,20 @@ def test_hf_argument_parser_reads_them(tmp_path):
     (args,) = HfArgumentParser(Eagle3TrainingArguments).parse_args_into_dataclasses(
         ["--output_dir", str(tmp_path), "--ttt_steps", "4", "--step_decay", "0.9", "--row_share", "0.33"]
         + ["--max_length", "512", "--learning_rate", "1e-3", "--report_to", "none"]
+        + ["--step_weights", "1", "0.7", "0.5", "0.3", "--loss_type", "kl", "--ttt_attention", "eager", "--packing"]
+        + ["--checkpoint_ttt_steps", "--loss_chunk", "0", "--feature_loss_weight", "0.1", "--last_turn_only"]
     )
     assert (args.ttt_steps, args.step_decay, args.row_share, args.max_length) == (4, 0.9, 0.33, 512)
     assert (args.learning_rate, args.adam_beta2, args.remove_unused_columns) == (1e-3, 0.95, False)
+    assert (args.packing, args.last_turn_only, args.mask_reasoning, args.freeze_embeddings) == (
+        True,
+        True,
+        False,
+        False,
+    )
+    settings = args.ttt_settings()
+    assert settings == TTTSettings(4, 0.9, (1.0, 0.7, 0.5, 0.3), 0.33, "kl", 0.1, "eager", True, None)
+    assert args.ttt_settings(training=False) == replace(settings, row_share=1.0)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +159,9 @@ def test_hf_argument_parser_reads_them(tmp_path):
         ("ttt_steps", 0, "at least 1, got 0"),
         ("row_share", 0.0, "above 0 and at most 1, got 0.0"),
         ("row_share", 1.5, "got 1.5"),
+        ("max_length", 2, "at least 3 .*, got 2"),
+        ("loss_type", "mse", "loss_type must be one of"),
+        ("step_weights", [1.0], "1 weights, but there are 3 steps"),
     ],
 )
 def test_impossible_arguments_are_refused(tmp_path, field, value, message):
@@ -245,16 +219,6 @@ def test_checkpoints_hold_the_head_alone_and_load(target, tokenizer, tmp_path):
 # ----- the loss ------------------------------------------------------------------------------------------------------
 
 
-class Gradients(TrainerCallback):
-    """The gradients before each optimizer step."""
-
-    def __init__(self):
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        self.steps.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-
-
 @pytest.mark.parametrize("extra", [[], [{"input_ids": [5, 6, 7, 8, 9], "labels": [IGNORE_INDEX] * 5}]])
 def test_loss_and_gradients_do_not_depend_on_the_micro_batches(target, rows, tmp_path, extra):
     """8 rows of unequal lengths as 1 x 8, 2 x 4 and 8 x 1; also where one micro-batch has nothing to learn."""
@@ -287,9 +251,7 @@ def test_the_loss_is_the_mean_over_the_supervised_tokens_of_the_step(target, row
     trainer.train()
     batch = trainer.data_collator(list(rows))
     with torch.no_grad():
-        output = trainer.model(
-            batch["input_ids"], labels=batch["labels"], ttt_steps=3, **trainer._teacher(batch), num_items_in_batch=1
-        )
+        output = trainer.model(**trainer.draft_inputs(batch), num_items_in_batch=1)
     count = sum(label != IGNORE_INDEX for row in rows["labels"] for label in row)
     assert history(trainer, "loss") == pytest.approx([float(output.loss) / count], rel=1e-5)
     accuracies = (output.step_hits / output.step_counts).tolist()
@@ -309,13 +271,57 @@ def test_labels_that_no_row_can_learn_are_not_counted(target, tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("source", ["online", "stored"])
+def test_packed_rows_teach_what_chats_do(target, rows, stored, tmp_path, source):
+    """All chats in one batch, one row each or packed: one loss, one gradient, and other rows per batch than chats."""
+    data = stored if source == "stored" else rows
+    results = []
+    for packing, size in ((False, 8), (True, 8)):
+        options = {"packing": packing, "max_length": 160, "per_device_train_batch_size": size, "max_grad_norm": 1e9}
+        trainer = trainer_for(target, data, tmp_path, max_steps=1, eval_dataset=data, **options)
+        gradients = Gradients()
+        trainer.add_callback(gradients)
+        trainer.train()
+        results.append((history(trainer, "loss"), trainer.evaluate()["eval_loss"], gradients.steps[0]))
+        assert (len(trainer.train_dataset) < 8) == packing
+    assert results[1][:2] == (pytest.approx(results[0][0], rel=1e-5), pytest.approx(results[0][1], rel=1e-4))
+    assert_same_weights(results[1][2], results[0][2], atol=1e-5)
+
+
+def test_checkpointed_steps_may_be_the_first_of_a_process(target, rows, tmp_path):
+    """Fused attention is tried out at its first call, which must not disturb the checkpoint around it."""
+    from eagle3_hf.ttt import fused
+
+    fused._trial.cache_clear()
+    runs = []
+    for checkpointed in (True, False):
+        trainer = trainer_for(target, rows, tmp_path, checkpoint_ttt_steps=checkpointed)
+        trainer.train()
+        runs.append(history(trainer, "loss"))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+
+
+def test_an_embedding_of_its_own_can_be_frozen(target, rows, tmp_path):
+    for freeze in (False, True):
+        draft = new_draft(target, own_embeddings=True)
+        before = draft.embed_tokens.weight.detach().clone()
+        trainer_for(target, rows, tmp_path, draft=draft, freeze_embeddings=freeze).train()
+        assert torch.equal(draft.embed_tokens.weight, before) == freeze
+
+
+def test_turns_of_rows_that_are_tokens_cannot_be_chosen_any_more(target, rows, stored, tmp_path):
+    for data, option in ((rows, "last_turn_only"), (stored, "mask_reasoning")):
+        with pytest.raises(ValueError, match="these rows are tokens already: set them where the chats are encoded"):
+            trainer_for(target, data, tmp_path, **{option: True})
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_evaluation_is_weighted_by_tokens(target, rows, tmp_path, batch_size):
     trainer = trainer_for(target, rows, tmp_path, eval_dataset=rows, per_device_eval_batch_size=batch_size)
     metrics = trainer.evaluate()
     batch = trainer.data_collator(list(rows))
     with torch.no_grad():
-        output = trainer.model(batch["input_ids"], labels=batch["labels"], ttt_steps=3, **trainer._teacher(batch))
+        output = trainer.model(**trainer.draft_inputs(batch))
     assert metrics["eval_loss"] == pytest.approx(float(output.loss), rel=1e-5)
     for step in range(3):
         expected = float(output.step_hits[step] / output.step_counts[step])
@@ -359,14 +365,6 @@ def test_the_best_checkpoint_can_be_chosen_by_acceptance(target, rows, tmp_path)
 
 
 # ----- interruption --------------------------------------------------------------------------------------------------
-
-
-class StopAfter(TrainerCallback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
 
 
 @pytest.mark.parametrize("row_share", [1.0, 0.15])
@@ -453,10 +451,10 @@ def test_a_resumed_run_teaches_the_vocabulary_of_its_checkpoint(target, rows, tm
     ids = list(range(250, 340))
     other = [{"input_ids": ids, "labels": [IGNORE_INDEX] * 3 + ids[3:]}] * 4
     second = trainer_for(target, other, tmp_path, max_steps=3, save_strategy="steps", save_steps=2)
-    assert not torch.equal(second._teacher.draft_ids, first._teacher.draft_ids)
+    assert not torch.equal(second._teacher._output.draft_ids, first._teacher._output.draft_ids)
     second.train(resume_from_checkpoint=True)
     assert torch.equal(second.model.draft_vocab_ids(), first.model.draft_vocab_ids())
-    assert torch.equal(second._teacher.draft_ids, first._teacher.draft_ids)
+    assert torch.equal(second._teacher._output.draft_ids, first._teacher._output.draft_ids)
 
 
 # ----- refusals ------------------------------------------------------------------------------------------------------
@@ -513,27 +511,6 @@ def test_chats_without_a_tokenizer_and_rows_without_labels_are_refused(target, t
         trainer_for(target, None, tmp_path)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_weights(target, rows, tmp_path):
-    trainer = trainer_for(target, rows, tmp_path, draft=new_draft(target, None))
-    with torch.no_grad():
-        trainer.model.norm.weight[0] = float("nan")
-    before = weights(trainer.model)
-    with pytest.raises(RuntimeError, match=r"the loss is nan at step 1: lower learning_rate \(now 0.002\)"):
-        trainer.train()
-    for name, tensor in weights(trainer.model).items():
-        assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num())
-
-
-def test_features_that_are_not_finite_are_named_as_the_cause(target, rows, tmp_path):
-    trainer = trainer_for(target, rows, tmp_path)
-    batch = trainer.data_collator(list(rows))
-    trainer.model.train()
-    taught = trainer._teacher(batch)
-    trainer._teacher = lambda _: {**taught, "features": taught["features"] * float("inf")}
-    with pytest.raises(RuntimeError, match="the target's features are not finite either"):
-        trainer.compute_loss(trainer.model, batch)
-
-
 # ----- precision, processes, noise -----------------------------------------------------------------------------------
 
 
@@ -555,7 +532,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 from chats import chat_tokenizer, tiny_target
-from test_trainer import Gradients, chats, history, trainer_for
+from training_runs import Gradients, chats, history, trainer_for
 from eagle3_hf.training.data import prepare_dataset
 
 tokenizer = chat_tokenizer()
@@ -662,6 +639,26 @@ def test_a_plain_run_says_nothing_that_a_user_need_not_see(tokenizer, tmp_path, 
     assert handler.lines == []
     head = Eagle3DraftModel.from_pretrained(tmp_path / "head")
     assert (head.config.eos_token_id, head.generation_config.eos_token_id) == (1, 1)
+
+
+def test_a_processor_lends_its_tokenizer_and_one_without_is_refused(target, tokenizer, tmp_path):
+    class Processor:
+        def __init__(self, **parts):
+            self.__dict__.update(parts)
+
+        def save_pretrained(self, folder):
+            pass
+
+    with_template, without = chat_tokenizer(), chat_tokenizer(None)
+    losses = []
+    for processor in (with_template, Processor(tokenizer=without, chat_template=with_template.chat_template)):
+        trainer = trainer_for(target, chats(), tmp_path, processor)
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+        with torch.no_grad():
+            losses.append(float(trainer.model(**trainer.draft_inputs(batch)).loss))
+    assert losses[0] == losses[1]
+    with pytest.raises(ValueError, match="Processor makes no tokens of text: pass the target's tokenizer"):
+        trainer_for(target, chats(), tmp_path, Processor(feature_extractor=None))
 
 
 def test_the_tokenizer_is_recorded_and_another_one_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Training-time test as plain tensors: its attention, its loss, and which pairs of row and step are supervised."""
+"""Training-time test: its attention, and the unroll of a real head."""
 
 import pytest
 import torch
@@ -9,22 +9,18 @@ from eagle3_hf.draft_attention import CachedAttention, DraftCache
 from eagle3_hf.features import FeatureReader
 from eagle3_hf.training.teacher import Teacher
 from eagle3_hf.ttt.attention import TTTAttention, ttt_attention
-from eagle3_hf.ttt.loss import (
-    IGNORE_INDEX,
-    Supervision,
-    soft_cross_entropy,
-    step_loss,
-    supervised_mask,
-    weighted_loss,
-)
+from eagle3_hf.ttt.loss import IGNORE_INDEX, Supervision, supervised_mask
+from eagle3_hf.ttt.settings import TTTSettings
 from families import prompt, tiny
 
+
+FOUR_STEPS = TTTSettings(num_steps=4)
 
 # ----- attention -----------------------------------------------------------------------------------------------------
 
 
-def slow_attention(query, keys, values, scaling, rows, window=100):
-    """One query at a time: the keys of step 0 up to its own row, then its own key of every later step."""
+def slow_attention(query, keys, values, scaling, rows, window=100, start_of=lambda row: 0):
+    """One query at a time: its document's step-0 keys up to its own row, then its own key of every later step."""
     batch, heads, num_rows, _ = query.shape
     group, position = heads // keys[0].shape[1], len(keys) - 1
     output = torch.empty(batch, num_rows, heads, values[0].shape[-1])
@@ -32,7 +28,9 @@ def slow_attention(query, keys, values, scaling, rows, window=100):
         for h in range(heads):
             for r in range(num_rows):
                 row = int(rows.expand(batch, -1)[b, r])
-                seen = [(j, keys[0][b, h // group, j], values[0][b, h // group, j]) for j in range(row + 1)]
+                seen = [
+                    (j, keys[0][b, h // group, j], values[0][b, h // group, j]) for j in range(start_of(row), row + 1)
+                ]
                 later = zip(range(1, len(keys)), keys[1:], values[1:], strict=True)
                 seen += [(row + step, k[b, h // group, r], v[b, h // group, r]) for step, k, v in later]
                 seen = [(key, value) for at, key, value in seen if at > row + position - window]
@@ -62,10 +60,13 @@ SOME_ROWS = torch.tensor([[0, 2, 3, 6], [1, 2, 4, 5]])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize(("window", "value_width"), [(None, 8), (1, 8), (2, 5), (4, 8), (30, 12)])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_attention_equals_the_obvious_loop(steps, heads, kv_heads, rows, window, value_width):
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_attention_equals_the_obvious_loop(steps, heads, kv_heads, rows, window, value_width, packed):
     query, keys, values = attention_inputs(steps, heads, kv_heads, rows, value_width=value_width)
-    output = ttt_attention(query, keys, values, 0.3, rows, window)
-    expected = slow_attention(query, keys, values, 0.3, rows, window or 100)
+    start_of = (lambda row: 3 if row >= 3 else 0) if packed else (lambda row: 0)  # noqa: E731
+    starts = torch.where(rows >= 3, 3, 0) if packed else None
+    output = ttt_attention(query, keys, values, 0.3, rows, window, starts)
+    expected = slow_attention(query, keys, values, 0.3, rows, window or 100, start_of)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
 
     weights = torch.randn_like(expected)
@@ -76,172 +77,20 @@ def test_attention_equals_the_obvious_loop(steps, heads, kv_heads, rows, window,
         torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_keeps_apart_layers_and_remembers_steps():
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+def test_attention_keeps_apart_layers_and_remembers_steps(attention):
     rows = EVERY_ROW.expand(2, -1)
     query, keys, values = attention_inputs(2, 4, 2, rows)
     first, second = (type("Layer", (), {"layer_idx": i, "scaling": 0.3, "sliding_window": None})() for i in range(2))
-    attend = TTTAttention(rows)
+    attend = TTTAttention(rows, attention=attention)
     for step in range(3):
+        attend.step = step
         output = attend(first, query, keys[step], values[step])
         other = attend(second, query, -keys[step], values[step])
         expected = ttt_attention(query, keys[: step + 1], values[: step + 1], 0.3, rows)
         torch.testing.assert_close(output, expected)
         negated = ttt_attention(query, [-key for key in keys[: step + 1]], values[: step + 1], 0.3, rows)
         torch.testing.assert_close(other, negated)
-
-
-# ----- loss ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_soft_cross_entropy_equals_autograd(dtype):
-    logits = (3 * torch.randn(6, 50)).to(dtype)
-    teacher = (2 * torch.randn(6, 50)).softmax(-1)
-    weights = torch.randn(6)
-
-    mine = logits.clone().requires_grad_()
-    loss = soft_cross_entropy(mine, teacher)
-    (loss * weights).sum().backward()
-
-    reference = logits.float().requires_grad_()
-    expected = nn.functional.cross_entropy(reference, teacher, reduction="none")
-    (expected * weights).sum().backward()
-
-    assert loss.dtype == torch.float32
-    assert mine.grad.dtype == dtype
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    # The loss is computed in float32 either way; only the gradient is rounded to the logits' dtype on its way out.
-    torch.testing.assert_close(
-        mine.grad, reference.grad.to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
-    )
-
-
-def test_soft_cross_entropy_bears_logits_that_overflow_exp():
-    logits = torch.tensor([[300.0, -300.0, 0.0]], requires_grad=True)
-    loss = soft_cross_entropy(logits, torch.tensor([[0.5, 0.25, 0.25]]))
-    loss.sum().backward()
-    assert loss.item() == pytest.approx(0.25 * 600 + 0.25 * 300)
-    torch.testing.assert_close(logits.grad, torch.tensor([[0.5, -0.25, -0.25]]))
-
-
-def test_pairs_outside_the_vocabulary_carry_no_loss_but_are_counted():
-    teacher_logits, logits = torch.randn(3, 5), torch.randn(3, 5)
-    logits[1] = teacher_logits[1] = torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0])
-    mask = torch.tensor([[True, True, True]])
-    supervision = Supervision.build(mask, teacher_logits, torch.tensor([True, False, True]))
-    result = step_loss(logits, torch.arange(3), supervision)
-    expected = nn.functional.cross_entropy(logits, teacher_logits.softmax(-1), reduction="none")
-    torch.testing.assert_close(result.loss_sum, expected[0] + expected[2])
-    assert not result.hits[1]  # the draft's first choice is the best draft token, but not what the target says
-    assert len(result.entries) == 3
-
-
-def test_weights_of_the_steps():
-    supervision = Supervision.build(torch.tensor([[True] * 4]), torch.randn(4, 5), torch.ones(4, dtype=torch.bool))
-    steps = [step_loss(torch.randn(4 - s, 5), torch.arange(s, 4), supervision) for s in range(3)]
-    expected = sum(0.5**s * steps[s].loss_sum for s in range(3)) / 8
-    torch.testing.assert_close(weighted_loss(steps, 8, decay=0.5), expected)
-
-
-def test_too_few_teacher_rows_are_refused():
-    with pytest.raises(ValueError, match="2 supervised pairs, but teacher logits for 3"):
-        Supervision.build(torch.tensor([[True, False, True]]), torch.randn(3, 4), torch.ones(3, dtype=torch.bool))
-
-
-# ----- which pairs ---------------------------------------------------------------------------------------------------
-
-
-def labels_of(length: int, answers: list[tuple[int, int]]) -> torch.Tensor:
-    """(1, T): an answer at a..b has the learnt tokens a+1..b."""
-    labels = torch.full((1, length), IGNORE_INDEX)
-    for a, b in answers:
-        labels[0, a + 1 : b + 1] = torch.arange(a + 1, b + 1)
-    return labels
-
-
-def supervision_of(labels: torch.Tensor) -> Supervision:
-    mask = supervised_mask(labels)
-    count = int(mask.sum())
-    return Supervision.build(mask, torch.randn(count, 5), torch.ones(count, dtype=torch.bool))
-
-
-def pairs_of(supervision: Supervision, rows: torch.Tensor, step: int) -> list[tuple[int, int]]:
-    """(batch row, row t) of every pair of a step."""
-    batch, place, _ = supervision.pairs(rows, step)
-    return [(int(b), int(rows[b, p])) for b, p in zip(batch, place, strict=True)]
-
-
-def test_pairs_of_the_worked_example():
-    """A prompt at 0-3 and its answer at 4-6."""
-    supervision = supervision_of(labels_of(7, [(4, 6)]))
-    rows = torch.arange(7)[None]
-    assert pairs_of(supervision, rows, 0) == [(0, 3), (0, 4)]
-    assert pairs_of(supervision, rows, 1) == [(0, 2), (0, 3)]
-    assert pairs_of(supervision, rows, 4) == [(0, 0)]
-    assert pairs_of(supervision, rows, 5) == []
-
-
-@pytest.mark.parametrize(
-    "answers",
-    [[(4, 6)], [(3, 3)], [(2, 9)], [(3, 5), (9, 13)], [(1, 2), (4, 4), (6, 13)]],
-    ids=lambda answers: " ".join(f"{a}-{b}" for a, b in answers),
-)
-def test_every_steps_pairs_are_those_of_the_rule(answers):
-    """All (t, s) with a-1 <= t+s <= b-2, whose targets are x[a+1]..x[b], for every answer."""
-    labels = labels_of(14, answers)
-    supervision = supervision_of(labels)
-    rows = torch.arange(14)[None]
-    taught = supervised_mask(labels)[0].nonzero()[:, 0]
-    for step in range(7):
-        expected = [t for t in range(14) if any(a - 1 <= t + step <= b - 2 for a, b in answers)]
-        batch, place, entries = supervision.pairs(rows, step)
-        assert place.tolist() == expected
-        assert batch.tolist() == [0] * len(expected)
-        assert taught[entries].tolist() == [t + step for t in expected]  # the entry is the one of u = t + s
-
-
-def test_entries_of_a_batch_are_numbered_row_by_row():
-    labels = torch.cat([labels_of(8, [(2, 4)]), labels_of(8, []), labels_of(8, [(1, 2), (4, 7)])])
-    supervision = supervision_of(labels)
-    rows = torch.arange(8).expand(3, -1)
-    assert pairs_of(supervision, rows, 0) == [(0, 1), (0, 2), (2, 0), (2, 3), (2, 4), (2, 5)]
-    assert supervision.pairs(rows, 0)[2].tolist() == [0, 1, 2, 3, 4, 5]
-    assert pairs_of(supervision, rows, 2) == [(0, 0), (2, 1), (2, 2), (2, 3)]
-    assert supervision.pairs(rows, 2)[2].tolist() == [1, 3, 4, 5]
-
-
-def test_pairs_of_some_rows_only():
-    supervision = supervision_of(labels_of(14, [(3, 5), (9, 13)]))
-    rows = torch.tensor([[1, 3, 8, 10, 13]])
-    everything = torch.arange(14)[None]
-    for step in range(5):
-        kept = [pair for pair in pairs_of(supervision, everything, step) if pair[1] in rows[0].tolist()]
-        assert pairs_of(supervision, rows, step) == kept
-
-
-@pytest.mark.parametrize(("share", "count"), [(0.05, 1), (0.3, 4), (0.5, 7), (1.0, 14)])
-@pytest.mark.parametrize("num_steps", [2, 4])
-def test_sampled_rows(share, count, num_steps):
-    answers = [[(3, 5), (9, 13)], [(5, 6)]]
-    supervision = supervision_of(torch.cat([labels_of(14, spans) for spans in answers]))
-    rows = supervision.sample_rows(share, num_steps)
-    assert rows.shape == (2, count)
-    assert (rows[:, 1:] > rows[:, :-1]).all()  # ascending and distinct
-    assert (rows >= 0).all()
-    assert (rows < 14).all()
-    weights = supervision.row_weights(count, num_steps)
-    for b, spans in enumerate(answers):
-        useful = {
-            u - step for a, end in spans for u in range(a - 1, end - 1) for step in range(1, num_steps) if u >= step
-        }
-        assert len(set(rows[b].tolist()) & useful) == min(count, len(useful))  # rows that learn something come first
-        assert float(weights[b]) == pytest.approx(max(1.0, len(useful) / count))
-
-
-def test_sampled_rows_differ_from_draw_to_draw():
-    supervision = supervision_of(labels_of(64, [(3, 63)]))
-    draws = {tuple(supervision.sample_rows(0.3)[0].tolist()) for _ in range(5)}
-    assert len(draws) == 5
 
 
 # ----- the unroll of a real head -------------------------------------------------------------------------------------
@@ -267,11 +116,11 @@ def batch_of(lengths: list[int], width: int, answers: list[list[tuple[int, int]]
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def run(draft, target, batch, steps: int = 4, **kwargs):
+def run(draft, target, batch, settings: TTTSettings = FOUR_STEPS, **kwargs):
     """Output of the training forward and the gradient of every parameter."""
     taught = Teacher(target, draft.config.target_layer_ids, draft.draft_vocab_ids())(batch)
     draft.zero_grad(set_to_none=True)
-    output = draft(batch["input_ids"], labels=batch["labels"], ttt_steps=steps, **taught, **kwargs)
+    output = draft(batch["input_ids"], labels=batch["labels"], settings=settings, **taught, **kwargs)
     output.loss.backward()
     return output, {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}
 
@@ -334,7 +183,7 @@ def test_gradient_flows_through_what_is_fed_back(draft, target, monkeypatch):
         return hidden
 
     monkeypatch.setattr(draft, "feedback", feedback)
-    steps = draft.training_time_test(batch["input_ids"], taught["features"], supervision, 3)
+    steps = draft.training_time_test(batch["input_ids"], taught["features"], supervision, TTTSettings(num_steps=3))
     steps[2].loss_sum.backward()
     _, rows, entries = supervision.pairs(torch.arange(12)[None], 2)
     rows = rows[taught["teacher_in_vocab"][entries]]
@@ -349,9 +198,8 @@ def test_a_share_of_the_rows_estimates_the_loss_of_all(draft, target):
     exact, _ = run(draft, target, batch)
     with torch.no_grad():
         taught = Teacher(target, draft.config.target_layer_ids, draft.draft_vocab_ids())(batch)
-        draws = [
-            draft(batch["input_ids"], labels=batch["labels"], ttt_steps=4, row_share=0.2, **taught) for _ in range(200)
-        ]
+        settings = TTTSettings(num_steps=4, row_share=0.2)
+        draws = [draft(batch["input_ids"], labels=batch["labels"], settings=settings, **taught) for _ in range(200)]
     assert torch.equal(draws[0].step_losses[:1], exact.step_losses[:1])  # the first step always runs whole
     assert draws[0].step_counts[1] < exact.step_counts[1]
     losses = torch.stack([draw.step_losses for draw in draws])
@@ -394,7 +242,7 @@ def test_unroll_equals_drafting_step_by_step(draft, target):
         in_vocab = torch.tensor([0 <= u - step < 12 - steps for u in range(len(teacher))])
         supervision = Supervision.build(mask, teacher, in_vocab)
         with torch.no_grad():
-            result = draft.training_time_test(ids, features, supervision, step + 1)[step]
+            result = draft.training_time_test(ids, features, supervision, TTTSettings(step + 1))[step]
         probabilities = teacher.softmax(-1)[in_vocab]
         entropy = -(probabilities * probabilities.log()).sum()
         assert float(result.loss_sum) == pytest.approx(float(entropy), rel=1e-5)  # cross-entropy = entropy: equal

@@ -1,50 +1,98 @@
-"""`eagle3-hf datagen`: let a target write training chats itself."""
+"""`eagle3-hf datagen`: let a target write training chats, or answer the prompts of a dataset."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from eagle3_hf.training.regeneration import Writer
+    from eagle3_hf.training.writing import WritingSettings
+
+# Options of one of the two jobs, refused with the other.
+_FOR_PROMPTS = ("split", "about", "server", "model_name", "concurrency", "timeout", "request_extra")
+_FOR_OWN_CHATS = ("num_chats", "seeds", "max_user_tokens", "top_p")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "datagen",
-        help="let a target write training chats itself",
-        description="Let a target write user turns and answer them. An interrupted run goes on when started again.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="let a target write training chats, or answer a dataset's prompts",
+        description="Let a target answer the prompts of a dataset (--prompts), in this process, in several under "
+        "`accelerate launch`, or on a server (--server); or let it write user turns too (--num-chats). An interrupted "
+        "run goes on when started again.",
     )
     parser.add_argument("model", metavar="MODEL", help="target: a local folder or a Hub id, with its chat template")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="JSONL file to write or to continue")
-    parser.add_argument("--num-chats", type=int, required=True, help="chats that the file is to hold in the end")
-    parser.add_argument("--seeds", type=Path, help="text file, a beginning of a user turn on each line")
-    parser.add_argument("--batch-size", type=int, default=32, help="chats written at once")
-    parser.add_argument("--max-new-tokens", type=int, default=224, help="longest answer")
-    parser.add_argument("--max-user-tokens", type=int, default=96, help="longest user turn")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of user turns and answers that are not greedy")
-    parser.add_argument("--top-p", type=float, default=0.95, help="of user turns")
-    parser.add_argument("--greedy-share", type=float, default=0.5, help="share of answers decoded greedily")
-    parser.add_argument("--seed", type=int, default=0, help="of all random choices")
+    parser.add_argument("--batch-size", type=int, default=32, help="chats written at once (default: 32)")
+    parser.add_argument("--max-new-tokens", type=int, default=224, help="longest answer (default: 224)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="where it is not greedy (default: 1)")
+    parser.add_argument("--greedy-share", type=float, default=0.5, help="share of greedy answers (default: 0.5)")
+    parser.add_argument("--seed", type=int, default=0, help="of all random choices (default: 0)")
+    parser.add_argument("--template-kwargs", type=json.loads, help='JSON for the template: {"enable_thinking": false}')
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of MODEL")
-    parser.add_argument("--device", help="device of MODEL (default: an accelerator where there is one)")
+    parser.add_argument(
+        "--device", help="device of MODEL (default: an accelerator where there is one; auto spreads it)"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    _add_own_chats(parser.add_argument_group("chats of its own"))
+    _add_prompts(parser.add_argument_group("answers to the prompts of a dataset"))
     parser.set_defaults(run=run)
 
 
+def _add_own_chats(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--num-chats", type=int, help="chats that the file is to hold in the end")
+    group.add_argument("--seeds", type=Path, help="text file, a beginning of a user turn on each line")
+    group.add_argument("--max-user-tokens", type=int, help="longest user turn (default: 96)")
+    group.add_argument("--top-p", type=float, help="of user turns (default: 0.95)")
+
+
+def _add_prompts(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--prompts", metavar="DATASET", help="file, folder, or Hub id (name:split[:1000])")
+    group.add_argument("--split", help="split of DATASET")
+    group.add_argument(
+        "--about",
+        type=Path,
+        help="text file, a user turn with {text} on each line (\\n: a new line): "
+        "ask about the last answers of DATASET's chats",
+    )
+    group.add_argument("--server", metavar="URL", help="ask a server with OpenAI's chat API (vLLM, SGLang)")
+    group.add_argument("--model-name", help="name of the target there (default: MODEL)")
+    group.add_argument("--concurrency", type=int, help="chats asked at once (default: 32)")
+    group.add_argument("--timeout", type=float, help="seconds to wait for an answer (default: 600)")
+    group.add_argument("--request-extra", type=json.loads, help='JSON for every request: {"top_k": -1}')
+
+
 def run(arguments: argparse.Namespace) -> int:
-    # Before the target is loaded: a mistyped file name shall not cost a minute.
-    seeds = arguments.seeds.read_text(encoding="utf-8").splitlines() if arguments.seeds else []
+    if (arguments.prompts is None) == (arguments.num_chats is None):
+        raise ValueError("pass --prompts (answer a dataset) or --num-chats (write chats), one of the two")
+    job, unused = ("--num-chats", _FOR_PROMPTS) if arguments.prompts is None else ("--prompts", _FOR_OWN_CHATS)
+    meaningless = [name for name in unused if getattr(arguments, name) is not None]
+    if meaningless:
+        flags = ", ".join("--" + name.replace("_", "-") for name in meaningless)
+        raise ValueError(f"{flags}: of no meaning with {job}")
     if not arguments.output.absolute().parent.is_dir():
         raise FileNotFoundError(f"the folder of {arguments.output} does not exist; create it first")
+    written = _write_chats(arguments) if arguments.prompts is None else _answer_prompts(arguments)
+    print(f"{written} chats written to {arguments.output}")
+    return 0
 
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+def _write_chats(arguments: argparse.Namespace) -> int:
+    # Before the target is loaded: a mistyped file name shall not cost a minute.
+    seeds = arguments.seeds.read_text(encoding="utf-8").splitlines() if arguments.seeds else []
+    if _part()[1] > 1:
+        raise ValueError("one process writes the chats of --num-chats; several can share --prompts")
 
     from eagle3_hf.training.synthesis import synthesize
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    target = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype, device_map=device)
-    written = synthesize(
+    target, tokenizer = _load(arguments)
+    given = {"max_user_tokens": arguments.max_user_tokens, "top_p": arguments.top_p}
+    return synthesize(
         target,
         tokenizer,
         arguments.output,
@@ -52,12 +100,72 @@ def run(arguments: argparse.Namespace) -> int:
         seeds=seeds,
         batch_size=arguments.batch_size,
         max_new_tokens=arguments.max_new_tokens,
-        max_user_tokens=arguments.max_user_tokens,
         temperature=arguments.temperature,
-        top_p=arguments.top_p,
         greedy_share=arguments.greedy_share,
         seed=arguments.seed,
+        template_kwargs=arguments.template_kwargs,
         progress=not arguments.quiet,
+        **{name: value for name, value in given.items() if value is not None},
     )
-    print(f"{written} chats written to {arguments.output}")
-    return 0
+
+
+def _answer_prompts(arguments: argparse.Namespace) -> int:
+    about = arguments.about.read_text(encoding="utf-8").splitlines() if arguments.about else []
+
+    from eagle3_hf.training.regeneration import Regeneration
+    from eagle3_hf.training.writing import WritingSettings
+
+    settings = WritingSettings(
+        model=arguments.model_name or arguments.model,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        greedy_share=arguments.greedy_share,
+        seed=arguments.seed,
+        template_kwargs=arguments.template_kwargs,
+        request_extra=arguments.request_extra,
+    )
+    regeneration = Regeneration(
+        arguments.prompts,
+        arguments.output,
+        settings,
+        batch_size=arguments.batch_size,
+        part=_part(),
+        about=[line.replace("\\n", "\n") for line in about if line.strip()],
+        split=arguments.split,
+    )
+    if not regeneration.pending:  # no target need be loaded
+        regeneration.merge()
+        return 0
+    return regeneration.run(_writer(arguments, settings), progress=not arguments.quiet and _part()[0] == 0)
+
+
+def _writer(arguments: argparse.Namespace, settings: WritingSettings) -> Writer:
+    if arguments.server is None:
+        from eagle3_hf.training.writing import TargetWriter
+
+        return TargetWriter.of(*_load(arguments), settings)
+
+    from eagle3_hf.training.server import ServerWriter
+
+    given = {"concurrency": arguments.concurrency, "timeout": arguments.timeout}
+    options = {name: value for name, value in given.items() if value is not None}
+    writer = ServerWriter(arguments.server, settings.model, **options)
+    writer.check()
+    return writer
+
+
+def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    accelerator = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    target = AutoModelForCausalLM.from_pretrained(
+        arguments.model, dtype=arguments.dtype, device_map=arguments.device or accelerator
+    )
+    return target, tokenizer
+
+
+def _part() -> tuple[int, int]:
+    """Which of how many processes this is, as launchers (accelerate, torchrun) say."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

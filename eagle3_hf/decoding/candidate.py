@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from ..draft_attention import CachedAttention, DraftCache
 from ..modeling_eagle3 import Eagle3DraftModel
+from ..tree_settings import PAPER_TREE
 from .drafting import NoiseRanking, Ranking, TreeGrower, TreeSettings, greedy_ranking
 from .noise import Noise
 from .tree import DraftTree
@@ -57,7 +58,7 @@ class Eagle3Candidate(CandidateGenerator):
         self.draft = draft
         self.settings = settings or tree_settings(draft)
         self._start = start_position
-        self._cache = DraftCache(draft.config.num_hidden_layers)
+        self._cache = DraftCache(draft.config.num_hidden_layers, draft_window(draft))
         self._last: torch.Tensor | None = None  # (B, 1, H) output at the last committed row
         self._next: int | torch.Tensor = start_position  # position behind that row, (B, 1) where batch rows differ
         self._borrowed = draft.borrow(target)
@@ -237,8 +238,21 @@ class Eagle3Candidate(CandidateGenerator):
         return torch.cat([hidden_states[i].to(hidden_states[ids[-1]].device) for i in ids], dim=-1)
 
 
+def draft_window(draft: Eagle3DraftModel) -> int | None:
+    """Rows that the draft looks back, by its generation config; `None` for all."""
+    window = getattr(draft.generation_config, "assistant_window", None)
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"assistant_window must be None or an int of at least 1, got {window!r}")
+    return window
+
+
 def tree_settings(draft: Eagle3DraftModel, num_assistant_tokens: int | None = None) -> TreeSettings:
-    """The draft's own settings, with a call's number of nodes instead of its own when given."""
+    """The draft's own settings, with a call's number of nodes instead of its own when given.
+
+    `"auto"` for that number makes the settings the limits of what `sizing` chooses.
+    """
     config: Any = draft.generation_config  # the tree's depth and width are fields that transformers does not know
     num_nodes = config.num_assistant_tokens if num_assistant_tokens is None else num_assistant_tokens
-    return TreeSettings(num_nodes, config.assistant_tree_depth, config.assistant_tree_top_k)
+    at_most = num_nodes == "auto"
+    num_nodes = PAPER_TREE["num_assistant_tokens"] if at_most else num_nodes
+    return TreeSettings(num_nodes, config.assistant_tree_depth, config.assistant_tree_top_k, at_most)

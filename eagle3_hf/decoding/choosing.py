@@ -9,96 +9,18 @@ generator moves. What a row has emitted behind the last closed step is provision
 there, or a callback that moves the generator, takes it back.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StopStringCriteria,
-)
 
+from .callbacks import HARMLESS_PROCESSORS, PREFIX_FREE_WARPERS, STATELESS_PROCESSORS, StopTest
 from .noise import Noise
 from .record import StepRecord
 
 
-# Warpers that look at one row of scores and at nothing before it: safe to run on the draft's logits as well.
-_WARPER_NAMES = (
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-)
-# Processors that look at each row's own ids and scores, and remember nothing: rows may be at different steps. (All get
-# whole batches, so that they may know their rows.)
-_STATELESS_NAMES = (
-    *_WARPER_NAMES,
-    "RepetitionPenaltyLogitsProcessor",
-    "EncoderRepetitionPenaltyLogitsProcessor",
-    "EncoderNoRepeatNGramLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-)
-
-
-def _known(names: Sequence[str]) -> tuple[type, ...]:
-    return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
-
-
-PREFIX_FREE_WARPERS = _known(_WARPER_NAMES)
-STATELESS_PROCESSORS = _known(_STATELESS_NAMES)
 # A row further ahead than this waits: the noise of every step in between is kept.
 FURTHEST_AHEAD = 48
-# Criteria that ask nothing of the scores.
-_BLIND_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria, StopStringCriteria)
 _FEW_TOKENS = 4
-
-
-def prefix_free_warpers(processors: LogitsProcessorList) -> list:
-    return [processor for processor in processors if type(processor) in PREFIX_FREE_WARPERS]
-
-
-class StopTest:
-    """Vanilla's stopping criteria.
-
-    Length and end of sequence are tested on the host as soon as a row has the token; any other criterion gets the call
-    that vanilla would make, when the step is closed.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList):
-        self._criteria = criteria
-        self.is_simple = all(type(item) in (MaxLengthCriteria, EosTokenCriteria) for item in criteria)
-        self.may_read_scores = any(type(item) not in _BLIND_CRITERIA for item in criteria)
-        # What vanilla asks before it lets a finished row write pad tokens.
-        self.has_eos = any(hasattr(item, "eos_token_id") for item in criteria)
-        self.max_length = min((item.max_length for item in criteria if type(item) is MaxLengthCriteria), default=None)
-        eos = [item.eos_token_id.tolist() for item in criteria if type(item) is EosTokenCriteria]
-        self._eos = {token for ids in eos for token in (ids if isinstance(ids, list) else [ids])}
-
-    def after_token(self, token: int, length: int) -> bool:
-        """Whether a row of this length that ends with this token is finished, by the criteria known to the host."""
-        return token in self._eos or (self.max_length is not None and length >= self.max_length)
-
-    def after_step(self, input_ids: torch.Tensor, scores: tuple | None) -> list[bool]:
-        """Which rows are finished, by vanilla's call of all criteria."""
-        return self._criteria(input_ids, scores).tolist()
 
 
 class TokenEmitter:
@@ -108,6 +30,8 @@ class TokenEmitter:
         steps: Closed steps.
         done: Every row is finished: nothing more is to be emitted.
         was_moved: Callbacks move the generator between steps, so that nothing ahead of a step can be known.
+        asks_of_pads: What finished rows' pad tokens lead to must be known before a step is closed: vanilla draws for
+            these rows too, and refuses probabilities that processors have broken.
         record: What `generate` returns besides ids.
         noise: The coming random numbers when sampling, from the first logits on; `None` for greedy decoding.
     """
@@ -135,11 +59,17 @@ class TokenEmitter:
         self._unwritten: list[tuple[int, int, int]] = []
         self._finished_at: list[int | None] = [None] * self.rows  # step of the row's last token of its own
         self._taken_back: dict[int, int] = {}  # row -> the first step whose token has changed since it was emitted
+        # Closed rows: the steps seen so far, and the first one at which nothing can be drawn, with its probabilities.
+        self._seen_pads: dict[int, int] = {}
+        self._refused_pads: dict[int, tuple[int, torch.Tensor]] = {}
+        self._is_closing = False
         self._processors = processors
         self._stop = StopTest(criteria)
         self._streamer = streamer
         self._do_sample = do_sample
         self._all_prefix_free = all(type(item) in PREFIX_FREE_WARPERS for item in processors)
+        harmless = all(type(item) in HARMLESS_PROCESSORS for item in processors)
+        self.asks_of_pads = do_sample and self.rows > 1 and self._stop.has_eos and not harmless
 
     # ----- what the loop asks ---------------------------------------------------------------------------------------
 
@@ -152,6 +82,11 @@ class TokenEmitter:
     def counts(self) -> list[int]:
         """Tokens that each row has emitted, provisional ones included; behind those a closed row is pad tokens."""
         return [len(tokens) for tokens in self._tokens]
+
+    @property
+    def steps_run(self) -> int:
+        """Forwards behind the prefill that vanilla would have made by now, also in the middle of a callback."""
+        return self.steps - self._is_closing
 
     @property
     def num_emitted(self) -> int:
@@ -224,21 +159,18 @@ class TokenEmitter:
             steps = self._without_broken(raw, steps)
         scores = self._processed(raw, steps)
         self.record.put_logits(steps, scores, raw)
+        chosen = self._chosen(scores, steps)
         closed = {row: self._pad for row in steps if self.is_closed(row)}
-        chosen = self._chosen(scores, {row: step for row, step in steps.items() if self._has_a_say(row, step)})
-        chosen = {**chosen, **closed}
+        for row in closed:
+            self._seen_pads[row] = max(steps[row] + 1, self._seen_pads.get(row, 0))
         self.emit_tokens({row: token for row, token in chosen.items() if row not in closed})
-        return chosen
+        return {**chosen, **closed}
 
     def emit_tokens(self, tokens: dict[int, int]) -> None:
         """Append plain greedy choices that are on the host already."""
         for row, token in tokens.items():
             self._append(row, token)
         self._close_steps()
-
-    def _has_a_say(self, row: int, step: int) -> bool:
-        """Vanilla draws for finished rows too, and refuses their probabilities as it does others'."""
-        return step == self.steps or not self.is_closed(row)
 
     def _without_broken(self, raw: torch.Tensor, steps: dict[int, int]) -> dict[int, int]:
         """Blank the logits that nobody asks for, and of rows ahead those from which nothing can be drawn."""
@@ -284,10 +216,10 @@ class TokenEmitter:
         return tokens if valid else self._without_invalid(tokens, probs, drawn, steps)
 
     def _drawn(self, steps: dict[int, int]) -> torch.Tensor:
-        """The noise of each row's own step."""
+        """The noise of each row's own step; of pad tokens behind the others any will do."""
         if self.rows == 1:
             return self.noise.peek(0)
-        return torch.stack([self.noise.peek(step - self.steps)[row] for row, step in steps.items()])
+        return torch.stack([self.noise.peek(max(0, step - self.steps))[row] for row, step in steps.items()])
 
     def _without_invalid(
         self, tokens: dict[int, int], probs: torch.Tensor, drawn: torch.Tensor, steps: dict[int, int]
@@ -297,9 +229,12 @@ class TokenEmitter:
         for place, (row, step) in enumerate(steps.items()):
             own = probs[place : place + 1]
             if not self.noise.race(own, drawn[place : place + 1])[1]:
-                if step > self.steps:
+                if step <= self.steps:
+                    self.noise.check(own)
+                elif not self.is_closed(row):
                     continue
-                self.noise.check(own)
+                else:
+                    self._refused_pads.setdefault(row, (step, own))
             kept[row] = tokens[row]
         return kept
 
@@ -317,10 +252,15 @@ class TokenEmitter:
         if at is not None and at <= step:
             return
         self._finished_at[row] = step
+        self._forget_pads(row)
         if self._stop.has_eos:
             self._take_back(row, step + 1)
             self._write()
             self._ids[row, self.prompt_length + step + 1 :] = self._pad
+
+    def _forget_pads(self, row: int) -> None:
+        self._seen_pads.pop(row, None)
+        self._refused_pads.pop(row, None)
 
     def _take_back(self, row: int, step: int) -> None:
         if len(self._tokens[row]) > step:
@@ -332,11 +272,13 @@ class TokenEmitter:
 
     def _close_steps(self) -> None:
         """Tell criteria and streamer of every step that no row has still to reach."""
-        while not self.done and all(self.is_closed(b) or len(own) > self.steps for b, own in enumerate(self._tokens)):
+        while not self.done and all(map(self._has_next, range(self.rows))):
             step = self.steps
             if self._do_sample:
+                self._refuse_pads()
                 self.noise.advance()
             self.steps += 1
+            self._is_closing = True
             if not self._stop.is_simple:
                 ids = self._ids_until(self.steps)
                 for row, finished in enumerate(self._stop.after_step(ids, self.record.scores_until(self.steps))):
@@ -347,6 +289,20 @@ class TokenEmitter:
                 self._streamer.put(torch.tensor([self.known(row, step, 1)[0] for row in range(self.rows)]))
             if self._do_sample and self.rows > 1 and not self.done and self.noise.was_moved():
                 self._take_back_all()
+            self._is_closing = False
+
+    def _has_next(self, row: int) -> bool:
+        """Whether all is known that vanilla would know of a row when it closes the next step."""
+        if not self.is_closed(row):
+            return len(self._tokens[row]) > self.steps
+        own = not self.asks_of_pads or self.steps <= self._finished_at[row]
+        return own or self._seen_pads.get(row, 0) > self.steps
+
+    def _refuse_pads(self) -> None:
+        """Raise what multinomial raises for a closed row at the next step."""
+        for step, probs in self._refused_pads.values():
+            if step == self.steps:
+                self.noise.check(probs)
 
     def _take_back_all(self) -> None:
         """What rows ahead have chosen with noise that has changed since."""
@@ -356,6 +312,7 @@ class TokenEmitter:
             at = self._finished_at[row]
             if at is not None and at >= self.steps:
                 self._finished_at[row] = None
+                self._forget_pads(row)
 
     def end_round(self, emitted: int) -> None:
         """Tell a streamer that asks (by having `end_round`): the last tokens were some drafts and one more."""

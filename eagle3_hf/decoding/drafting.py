@@ -25,20 +25,21 @@ class TreeSettings:
         num_nodes: Drafted nodes kept, the root not counted.
         depth: Levels, the longest drafted chain.
         top_k: Children of an expanded node, and nodes expanded a level; 1 is a chain.
+        at_most: These are limits; what pays within them is found out round by round (see `sizing`).
     """
 
     num_nodes: int
     depth: int
     top_k: int
+    at_most: bool = False
 
     def __post_init__(self):
         names = {"num_nodes": "num_assistant_tokens", "depth": "assistant_tree_depth", "top_k": "assistant_tree_top_k"}
         for attribute, name in names.items():
             value = getattr(self, attribute)
-            if value == "auto":
-                raise ValueError(f"{name}='auto' is not supported yet: set an int, for example 15 on a CPU")
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+                auto = "'auto' or " if name == "num_assistant_tokens" else ""
+                raise ValueError(f"{name} must be {auto}an int of at least 1, got {value!r}")
 
     def capped(self, depth: int) -> "TreeSettings":
         """At most `depth` levels, and no more nodes than the pool can hold."""

@@ -2,11 +2,10 @@
 
 Rows of a batch accept different numbers of drafts and so run ahead of each other; where something outside may notice
 that (see `choosing`), or where it is no use, they stay at the same step: the round ends for all with the first row
-that misses. A row that is finished has a chain of known pad tokens for a tree; plain decoding runs these through the
-model as well, and its cache and scores show it.
+that misses. A row that is finished has a chain of known pad tokens for a tree (see `rows`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
@@ -18,15 +17,21 @@ from ..acceptance import SpeculationStats
 from ..features import FeatureReader, media_token_ids
 from ..modeling_eagle3 import Eagle3DraftModel
 from .abilities import TREE, Ability, Way
+from .callbacks import prefix_free_warpers
 from .candidate import Eagle3Candidate
-from .choosing import FURTHEST_AHEAD, TokenEmitter, prefix_free_warpers
+from .choosing import FURTHEST_AHEAD, TokenEmitter
 from .draft_rows import DraftRows, PromptMedia, forget, join, prompt_rows, ragged_rows
 from .drafting import TreeSettings
-from .node_choices import NodeChoices
 from .record import StepRecord
+from .rows import Rows, depth_of
+from .sizing import TreeSizer, ranks_on_path, sizer_of
 from .target import CACHE_KEY, TargetRun, rope_limits, uncompiled
 from .tree import DraftTree
 from .verification import Walk
+
+
+# Rounds between two that are watched for what smaller trees would have accepted, where watching costs a wait.
+_ROUNDS_UNWATCHED = 8
 
 
 class SpeculativeDecoding:
@@ -36,8 +41,9 @@ class SpeculativeDecoding:
         target, draft: The models; both are left as they were.
         input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: What `generate`
             hands to a decoding method.
-        settings: Size of the tree.
+        settings: Size of the tree, or its limits.
         ability: What the target can verify.
+        clock: Seconds, from any start.
     """
 
     def __init__(
@@ -52,10 +58,15 @@ class SpeculativeDecoding:
         model_kwargs: dict[str, Any],
         settings: TreeSettings,
         ability: Ability = TREE,
+        clock: Callable[[], float] = perf_counter,
     ):
         self.draft = draft
         self.config = generation_config
         self.settings = settings
+        self._clock = clock
+        self._sizer: TreeSizer | None = None
+        self._size: TreeSettings | None = None  # of this round's trees
+        self._fed = self._rounds = 0  # rows that the draft was fed in this round; rounds
         self.stats = SpeculationStats()
         self.target = TargetRun(target, generation_config, model_kwargs, ability)
         self._model = target
@@ -82,19 +93,19 @@ class SpeculativeDecoding:
 
     def run(self):
         """Decode; returns what vanilla returns (ids, or the output object with `speculation` attached)."""
-        start = perf_counter()
+        start = self._clock()
         layer_ids, media = self.draft.config.target_layer_ids, media_token_ids(self._model)
         with uncompiled(self._model), FeatureReader(self._model, layer_ids, embeds=bool(media)) as reader:
             try:
                 self._prefill(reader)
                 while not self.tokens.done:
-                    self._round(reader)
-                self._complete(reader)
+                    self._round()
+                self._rows.complete()
             finally:
                 self.target.finish()
         self.tokens.finish()
         self.stats.emitted = self.tokens.num_emitted
-        spent = perf_counter() - start - self._prefill_seconds
+        spent = self._clock() - start - self._prefill_seconds
         self.stats.other_seconds = spent - self.stats.draft_seconds - self.stats.verify_seconds
         self.draft.stats = self.stats
         return self._result()
@@ -103,7 +114,7 @@ class SpeculativeDecoding:
 
     def _prefill(self, reader: FeatureReader) -> None:
         """Run the prompt and emit the first token of each row."""
-        start = perf_counter()
+        start = self._clock()
         outputs = self.target.prefill(self.tokens.input_ids, self._slots_behind())
         embeds, features = reader.take_embeds(), reader.take()
         self._keep_prompt_layers(outputs)
@@ -126,8 +137,10 @@ class SpeculativeDecoding:
         # All rows, finished ones too, are then at the same step from the first to the last.
         forced = bool(self._rope_limits) or self.target.ability.way is Way.CHAIN
         self._in_step = self.tokens.needs_lock_step or (self.tokens.rows > 1 and forced)
-        self._cache_is_seen = self.target.cache_is_seen
-        self._prefill_seconds = perf_counter() - start
+        self._rows = Rows(self.tokens, self.target, reader, self._in_step)
+        if self.settings.at_most:
+            self._sizer = self._find_sizer()
+        self._prefill_seconds = self._clock() - start
 
     def _slots_behind(self) -> int:
         """Slots of a cache that text and trees can take behind the prompt."""
@@ -136,28 +149,37 @@ class SpeculativeDecoding:
         chain = 0 if self.tokens.rows == 1 else min(new, FURTHEST_AHEAD) + self.settings.depth + 1
         return new + max(nodes, chain)
 
+    def _find_sizer(self) -> TreeSizer:
+        """Of calls that cost and accept what this one does."""
+        model, sampled = self._model, self.tokens.noise is not None
+        kind = model.device, model.dtype, torch.get_num_threads(), sampled, self._in_step, self.tokens.is_plain_greedy
+        chain = self.target.ability.way is Way.CHAIN
+        return sizer_of(self.draft, model, self.settings, self.tokens.rows, chain, kind)
+
     # ----- rounds ---------------------------------------------------------------------------------------------------
 
-    def _round(self, reader: FeatureReader) -> None:
+    def _round(self) -> None:
         """Draft, verify, walk, commit."""
-        start = perf_counter()
+        start = self._clock()
         live = [row for row in range(self.tokens.rows) if not self.tokens.is_closed(row)]
         walking = self._not_waiting(live)
         tree = self._draft_trees(walking)
-        following = self._following(tree, walking)
+        following = self._rows.following(tree, walking)
         idle = [row for row in range(self.tokens.rows) if row not in walking]
-        tree = tree.with_chains({row: following.get(row) or self._known_chain(row, 1) for row in idle})
-        drafted = perf_counter()
-        outputs, features = self._verify(tree, reader)
-        verified = perf_counter()
+        tree = tree.with_chains({row: following.get(row) or self._rows.chain(row, 1) for row in idle})
+        drafted = self._clock()
+        outputs, features = self._rows.verify(tree)
+        verified = self._clock()
         walk = Walk(tree.host(), self._together(walking))
         steps = self.tokens.steps
         try:
             self._walk(walk, outputs, tree.tokens.shape[1], walking, list(following))
         except BaseException:
             # A user's cache then holds what it would hold without a draft.
-            self._keep_interrupted(walk, tree.tokens.shape[1])
+            self._rows.keep_interrupted(walk, tree.tokens.shape[1])
             raise
+        if self._sizer is not None:
+            self._observe(self._sizer, tree, walk, walking, drafted - start, self._clock() - drafted)
         self._commit(walk, features, live)
         self.stats.draft_seconds += drafted - start
         self.stats.verify_seconds += verified - drafted
@@ -177,12 +199,6 @@ class SpeculativeDecoding:
             return range(self.tokens.rows)
         return walking if self.tokens.was_moved else ()
 
-    def _verify(self, tree: DraftTree, reader: FeatureReader):
-        reader.clear()
-        columns = self.tokens.prompt_length + max(self.target.ends) - self.target.first_end
-        outputs = self.target.verify(tree, self.tokens.columns(columns))
-        return outputs, reader.take()[:, -tree.tokens.shape[1] :]
-
     def _count(self, walk: Walk, row: int, tree: DraftTree) -> None:
         """A walk that ends at an accepted draft leaves what is below that draft untried."""
         accepted, path = walk.accepted[row], walk.paths[row]
@@ -193,41 +209,45 @@ class SpeculativeDecoding:
         if depth:
             self._candidate.watch(accepted)
 
+    def _observe(
+        self, sizer: TreeSizer, tree: DraftTree, walk: Walk, walking: list[int], drafting: float, verifying: float
+    ) -> None:
+        """Tell the sizer what the round took and gave."""
+        usual = drafting if self._fed <= self.settings.depth + 1 else None
+        self._rounds += 1
+        ranks: list[list[int]] = []
+        # One transfer more, so not in every round where that means waiting for a device.
+        if self._size is not None and (tree.scores.device.type == "cpu" or self._rounds % _ROUNDS_UNWATCHED == 0):
+            scores = tree.scores.tolist()
+            ranks = [ranks_on_path(scores[row], walk.paths[row]) for row in walking if walk.paths[row]]
+            if ranks and self._together(walking):
+                ranks = [[max(level) for level in zip(*ranks, strict=False)]]
+        sizer.observe(self._size, tree.tokens.shape[1] - 1, usual, verifying, ranks)
+
     # ----- drafting -------------------------------------------------------------------------------------------------
 
     def _draft_trees(self, walking: list[int]) -> DraftTree:
-        roots = self._roots()
+        roots = self._rows.roots()
         depth = self._depth_left(walking)
+        self._size = self._next_size(depth)
+        if self._size is None:
+            return DraftTree.root_only(roots)
+        rows = join(self._unfed)
+        self._unfed.clear()
+        self._fed = rows.tokens.shape[1]
+        self._candidate.settings = self._size
+        ragged = {} if rows.valid is None else {"positions": rows.positions, "valid": rows.valid, "roots": roots}
+        self._candidate.look_ahead([self.tokens.lead(row) for row in range(self.tokens.rows)])
+        # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
+        media = {} if rows.embeds is None else {"embeds": rows.embeds, "embedded": rows.embedded}
+        return self._candidate.draft_tree(rows.features, rows.tokens, depth, **ragged, **media).trimmed()
+
+    def _next_size(self, depth: int) -> TreeSettings | None:
+        """Of the trees of this round, at most so deep; `None` to draft nothing."""
         if depth < 1:
-            tree = DraftTree.root_only(roots)
-        else:
-            rows = join(self._unfed)
-            self._unfed.clear()
-            ragged = {} if rows.valid is None else {"positions": rows.positions, "valid": rows.valid, "roots": roots}
-            self._candidate.look_ahead([self.tokens.lead(row) for row in range(self.tokens.rows)])
-            # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
-            media = {} if rows.embeds is None else {"embeds": rows.embeds, "embedded": rows.embedded}
-            tree = self._candidate.draft_tree(rows.features, rows.tokens, depth, **ragged, **media).trimmed()
-        return tree
-
-    def _roots(self) -> torch.Tensor:
-        """(B, 1) the last token of each row, whose entry is not in the cache yet."""
-        first = self.target.first_end
-        roots = [self.tokens.known(row, end - first, 1) for row, end in enumerate(self.target.ends)]
-        return torch.tensor(roots, device=self.tokens.device)
-
-    def _following(self, tree: DraftTree, walking: list[int]) -> dict[int, list[int]]:
-        """Chains of pad tokens of the rows that are finished, as far as any other row can get: plain decoding runs
-        these tokens too, and whoever is shown cache, scores or calls of processors sees them."""
-        if not (self._in_step or self._cache_is_seen):
-            return {}
-        reach = max(self.target.ends[row] + depth_of(tree, row) + 1 for row in walking)
-        lengths = {row: reach - end for row, end in enumerate(self.target.ends) if self.tokens.is_closed(row)}
-        return {row: self._known_chain(row, length) for row, length in lengths.items() if length > 0}
-
-    def _known_chain(self, row: int, length: int) -> list[int]:
-        """The next tokens of a row that is finished, its root first."""
-        return self.tokens.known(row, self.target.ends[row] - self.target.first_end, length)
+            return None
+        size = self.settings if self._sizer is None else self._sizer.choose(max(self.target.ends))
+        return None if size is None else size.capped(depth)
 
     def _depth_left(self, walking: list[int]) -> int:
         """The deepest level that could still be emitted; 0 where a tree would change the target's frequencies."""
@@ -251,7 +271,7 @@ class SpeculativeDecoding:
             walking: Rows that emit.
             following: Rows whose trees are chains of pad tokens.
         """
-        shown = self._in_step or self.tokens.record.keeps_anything
+        shown = self._in_step or self.tokens.record.keeps_anything or self.tokens.asks_of_pads
 
         def goes_on(row: int) -> bool:
             if self.tokens.done or self.tokens.taken_back_from(row) is not None:
@@ -262,11 +282,8 @@ class SpeculativeDecoding:
             for row in following:
                 walk.take_all(row)
         asked = sorted(walking + following) if shown else walking
-        walk.run(asked, self._choices(walk, outputs, num_nodes), goes_on)
-
-    def _choices(self, walk: Walk, outputs, num_nodes: int) -> NodeChoices:
         at_once = self._chooses_at_once(outputs.logits.device)
-        return NodeChoices(self.tokens, self.target, walk, outputs, num_nodes, at_once)
+        walk.run(asked, self._rows.choices(walk, outputs, num_nodes, at_once), goes_on)
 
     def _chooses_at_once(self, device: torch.device) -> bool:
         """One transfer for all nodes instead of one per visited node; on a CPU the argmax itself is what costs."""
@@ -291,28 +308,14 @@ class SpeculativeDecoding:
         """
         old = self.target.ends
         positions = [self.target.position_of_root(row) for row in range(len(old))]
-        ends = [self._new_end(row, walk.paths[row]) for row in range(len(old))]
-        paths = [path[: max(0, end - begin)] for path, end, begin in zip(walk.paths, ends, old, strict=True)]
-        self.target.keep(paths, features.shape[1], ends, self._needed_from(ends))
+        paths = self._rows.keep(walk, features.shape[1])
         told = [path if row in live else [] for row, path in enumerate(paths)]
         self._unfed.append(self._draft_rows(told, features, old, positions))
-        for row, (end, begin) in enumerate(zip(ends, old, strict=True)):
+        for row, (end, begin) in enumerate(zip(self.target.ends, old, strict=True)):
             if end < begin:
                 self._candidate.forget(row, self.target.position_of_root(row))
                 forget(self._unfed, row, self.target.position_of_root(row))
         self.tokens.forget_taken_back()
-
-    def _new_end(self, row: int, path: list[int]) -> int:
-        """Slots of a row that hold what its text now says: of a row that goes on, all but its newest token."""
-        first, taken_back = self.target.first_end, self.tokens.taken_back_from(row)
-        if not self.tokens.is_closed(row):
-            return first + self.tokens.counts[row] - 1
-        reached = self.target.ends[row] + len(path)
-        return reached if taken_back is None else min(reached, first + taken_back)
-
-    def _needed_from(self, ends: list[int]) -> int:
-        """No row will end before this slot again: not by being taken back, nor for the pads it still lacks."""
-        return min([self.target.first_end + self.tokens.steps - 1, *(ends if self._cache_is_seen else [])])
 
     def _draft_rows(
         self, paths: list[list[int]], features: torch.Tensor, starts: list[int], positions: list[int]
@@ -330,44 +333,6 @@ class SpeculativeDecoding:
             ],
             positions,
         )
-
-    def _keep_interrupted(self, walk: Walk, num_nodes: int) -> None:
-        """Leave the cache as plain decoding would: with all that came before the step at which something raised.
-
-        (A row that was finished in this very round lacks the pad tokens behind its end: they have not been run.)
-        """
-        ends = [end + len(path) for end, path in zip(self.target.ends, walk.paths, strict=True)]
-        self.target.keep(walk.paths, num_nodes, ends, self._needed_from(ends))
-        if len(ends) > 1:
-            live = [end for row, end in enumerate(ends) if not self.tokens.is_closed(row)]
-            self.target.cut(min(live, default=self.target.first_end + self.tokens.steps - 1))
-
-    def _complete(self, reader: FeatureReader) -> None:
-        """Bring the cache of a batch to where plain decoding leaves it: every row as long as the longest text."""
-        if self._cache_is_seen and self.target.ability.restores:
-            self.target.catch_up(self.tokens.input_ids[:, :-1])
-        if self.tokens.rows == 1:
-            return
-        end = self.target.first_end + self.tokens.steps - 1
-        if self._cache_is_seen:
-            while min(self.target.ends) < end:
-                self._catch_up(reader, end)
-        self.target.cut(end)
-
-    def _catch_up(self, reader: FeatureReader, end: int) -> None:
-        """Run the pad tokens of finished rows that plain decoding has run; no text comes of it."""
-        behind = [row for row, at in enumerate(self.target.ends) if at < end]
-        chains = {row: self._known_chain(row, max(1, end - at)) for row, at in enumerate(self.target.ends)}
-        tree = DraftTree.root_only(self._roots()).with_chains(chains)
-        outputs, _ = self._verify(tree, reader)
-        walk = Walk(tree.host())
-        if self.tokens.record.keeps_anything:
-            walk.run(behind, self._choices(walk, outputs, tree.tokens.shape[1]), lambda row: True)
-        else:
-            for row in behind:
-                walk.take_all(row)
-        ends = [at + len(path) for at, path in zip(self.target.ends, walk.paths, strict=True)]
-        self.target.keep(walk.paths, tree.tokens.shape[1], ends, min(ends))
 
     # ----- results --------------------------------------------------------------------------------------------------
 
@@ -390,7 +355,3 @@ class SpeculativeDecoding:
 def pad_token_id(config: GenerationConfig) -> int | None:
     pad = config._pad_token_tensor
     return None if pad is None else int(pad)
-
-
-def depth_of(tree: DraftTree, row: int) -> int:
-    return DraftTree._path_length(tree.host()[row].parents)

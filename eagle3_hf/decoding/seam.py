@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -18,10 +19,11 @@ from transformers.utils import logging
 
 from ..acceptance import SpeculationStats
 from ..modeling_eagle3 import Eagle3DraftModel
+from ..vocab import check_tokenizer
 from . import masks
 from .abilities import Way
 from .cache import require_supported
-from .candidate import tree_settings
+from .candidate import draft_window, tree_settings
 from .drafting import TreeSettings
 from .loop import SpeculativeDecoding
 from .proof import ability_of
@@ -50,6 +52,8 @@ _MEANINGLESS: dict[str, Any] = {
 
 _NEWEST_TESTED = (5, 24)
 
+# Tokenizers, in the state in which they were compared with a head.
+_checked: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 _enabled = False
 # method name -> (what transformers had, our wrapper)
 _wrapped: dict[str, tuple[Callable, Callable]] = {}
@@ -173,6 +177,8 @@ def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, 
     _check_mode(target, mode, config)
     _check_options(config, mode_kwargs)
     _call_settings(draft, config)
+    draft_window(draft)
+    _check_tokenizer(draft, mode_kwargs.get("tokenizer"))
 
 
 def _say_if_untested(installed: str) -> None:
@@ -182,6 +188,25 @@ def _say_if_untested(installed: str) -> None:
             f"transformers {installed} is newer than the newest that this version of eagle3_hf was tested with "
             f"({'.'.join(map(str, _NEWEST_TESTED))}); if a text differs from the plain call's, please report it"
         )
+
+
+def _check_tokenizer(draft: Eagle3DraftModel, tokenizer: Any) -> None:
+    """Against the head's record, once for each tokenizer as it is: hashing a large vocabulary takes a while.
+
+    Only a warning, since stop strings are all that it serves here, and a user may have added a pad token.
+    """
+    config = draft.config
+    recorded = config.target_vocab_hash, config.target_chat_template_hash
+    if tokenizer is None or recorded == (None, None):
+        return
+    state = len(tokenizer), str(getattr(tokenizer, "chat_template", None)), *recorded
+    if _checked.get(tokenizer) == state:
+        return
+    _checked[tokenizer] = state
+    try:
+        check_tokenizer(config, tokenizer)
+    except ValueError as error:
+        logger.warning(f"{error}. The text is the target's all the same; the head may guess less of it.")
 
 
 def _check_mode(target, mode, config: GenerationConfig) -> None:
@@ -268,7 +293,7 @@ def decode(
     _do_not_compile(generation_config)
     settings = _call_settings(draft, generation_config)
     if ability.way is Way.CHAIN:
-        settings = TreeSettings(settings.depth, settings.depth, 1)
+        settings = TreeSettings(settings.depth, settings.depth, 1, settings.at_most)
     if ability.restores and generation_config.output_attentions:
         raise ValueError(
             f"output_attentions=True with a draft head is not supported for {type(target).__name__}, whose recurrent "

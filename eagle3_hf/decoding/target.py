@@ -113,8 +113,12 @@ class TargetRun:
     @property
     def cache_is_seen(self) -> bool:
         """Whether anybody has the cache after the call: whoever asked for it, or whoever brought it."""
-        brought = getattr(self.cache, "_is_user_defined", not _BROUGHT_CACHES_ARE_MARKED)
-        return bool(self._config.return_dict_in_generate) or brought
+        return bool(self._config.return_dict_in_generate) or self.cache_is_brought
+
+    @property
+    def cache_is_brought(self) -> bool:
+        """Whether somebody has the cache even if the call raises."""
+        return getattr(self.cache, "_is_user_defined", not _BROUGHT_CACHES_ARE_MARKED)
 
     def key_columns(self) -> list[KeyColumns]:
         """What plain decoding would show of each layer's keys."""

@@ -10,44 +10,27 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eagle3_hf.training.chat_template import ChatTemplate
+from .chat_template import ChatTemplate
+from .writing import TargetWriter, check_randomness, seeded, until
 
 
 # A target that writes no user turn in so many attempts will not write one at all.
 MAX_ATTEMPTS = 20
 
 
-class GreedyRows(LogitsProcessor):
-    """Leaves the marked rows of a sampled batch only their best token, so that one batch holds both kinds.
-
-    Args:
-        rows: `(B,)` bool.
-    """
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows[:, None]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        best = torch.full_like(scores, -torch.inf).scatter(1, scores.argmax(1, keepdim=True), 0.0)
-        return torch.where(self.rows, best, scores)
-
-
 @dataclass
 class _Writer:
     """A target with the settings it writes under."""
 
-    target: PreTrainedModel
-    template: ChatTemplate
+    writer: TargetWriter
     seeds: Sequence[str]
     max_new_tokens: int
     max_user_tokens: int
@@ -56,14 +39,9 @@ class _Writer:
     greedy_share: float
 
     def __post_init__(self) -> None:
+        self.template = self.writer.template
         self.user_prefix, self.user_mark = self.template.user_turn()
-        eos = self.target.generation_config.eos_token_id
-        ends = {*(eos if isinstance(eos, list) else [eos]), self.template.end_of_turn_id()}
-        ends.add(self.template.tokenizer.eos_token_id)
-        self.answer_ends = sorted(end for end in ends if end is not None)
-        self.user_ends = sorted({*self.answer_ends, *self.template.special_ids})
-        if not self.user_ends:
-            raise ValueError("neither the tokenizer nor the target names a token that ends a turn; set eos_token_id")
+        self.user_ends = sorted({*self.writer.ends, *self.template.special_ids})
 
     def batch(self, size: int, draw: random.Random) -> list[dict[str, Any]]:
         """`size` chats, by the random numbers of `draw` and of torch."""
@@ -71,18 +49,13 @@ class _Writer:
         greedy = [draw.random() < self.greedy_share for _ in range(size)]
         chats = [[{"role": "user", "content": user}] for user in users]
         prompts = [self.template.tokenize(self.template.render(chat, generation_prompt=True)) for chat in chats]
-        answers = self._generate(prompts, self.max_new_tokens, self.answer_ends, 1.0, greedy)
+        answers = self.writer.generate(prompts, self.max_new_tokens, self.writer.ends, self.temperature, greedy=greedy)
         return [self._record(*parts) for parts in zip(chats, answers, greedy, strict=True)]
 
     def _record(self, chat: list[dict[str, str]], ids: list[int], greedy: bool) -> dict[str, Any]:
-        kept = _until(ids, self.answer_ends)
-        finished = len(kept) < len(ids)
-        content = str(self.template.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
-        if not finished:
-            # A cut between the bytes of one character decodes to a replacement mark that the target never wrote.
-            content = content.rstrip("\ufffd")
+        text, finished = self.writer.text(ids)
         return {
-            "messages": [*chat, {"role": "assistant", "content": content}],
+            "messages": [*chat, self.template.message(text)],
             "decoding": "greedy" if greedy else f"temperature_{self.temperature:g}",
             "finished": finished,
         }
@@ -105,7 +78,7 @@ class _Writer:
     def _attempt_user_turns(self, size: int, draw: random.Random) -> list[str]:
         seeds = [draw.choice(self.seeds) if self.seeds else "" for _ in range(size)]
         prompts = [self.template.tokenize(self.user_prefix + seed) for seed in seeds]
-        drawn = self._generate(prompts, self.max_user_tokens, self.user_ends, self.top_p, [False] * size)
+        drawn = self.writer.generate(prompts, self.max_user_tokens, self.user_ends, self.temperature, self.top_p)
         return [self._user_text(*parts) for parts in zip(seeds, prompts, drawn, strict=True)]
 
     def _user_text(self, seed: str, prompt: list[int], ids: list[int]) -> str:
@@ -113,37 +86,10 @@ class _Writer:
             return str(self.template.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
         # Decoded behind its prompt: some tokenizers drop the space before the first token of a text.
-        text = decode(prompt + _until(ids, self.user_ends))[len(decode(prompt)) :]
+        text = decode(prompt + until(ids, self.user_ends))[len(decode(prompt)) :]
         if self.user_mark:
             text = text.partition(self.user_mark)[0]
         return (seed + text).strip().rstrip("\ufffd")
-
-    @torch.no_grad()
-    def _generate(
-        self, prompts: list[list[int]], max_new_tokens: int, ends: list[int], top_p: float, greedy: list[bool]
-    ) -> list[list[int]]:
-        pad = self.template.tokenizer.pad_token_id
-        pad = ends[0] if pad is None else pad
-        input_ids, attention_mask = (t.to(self.target.device) for t in _left_pad(prompts, pad))
-        # Every setting that would bend the target's own distribution is named: its generation_config fills the rest.
-        config = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=True,
-            temperature=self.temperature,
-            top_k=0,
-            top_p=top_p,
-            repetition_penalty=1.0,
-            no_repeat_ngram_size=0,
-            num_beams=1,
-            num_return_sequences=1,
-            eos_token_id=ends,
-            pad_token_id=pad,
-        )
-        processors = [GreedyRows(torch.tensor(greedy, device=input_ids.device))] if any(greedy) else []
-        output = self.target.generate(
-            input_ids, attention_mask=attention_mask, generation_config=config, logits_processor=processors
-        )
-        return output[:, input_ids.shape[1] :].tolist()
 
 
 def synthesize(
@@ -160,6 +106,7 @@ def synthesize(
     top_p: float = 0.95,
     greedy_share: float = 0.5,
     seed: int = 0,
+    template_kwargs: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> int:
     """Let a target write chats until a JSONL file holds `num_chats` of them.
@@ -182,6 +129,7 @@ def synthesize(
         top_p: of user turns only; answers come from the target's whole distribution.
         greedy_share: share of answers decoded greedily, 0 to 1.
         seed: of all random choices.
+        template_kwargs: extra variables of the chat template (`{"enable_thinking": False}`).
         progress: show a progress bar.
 
     Returns:
@@ -193,10 +141,10 @@ def synthesize(
     """
     _check_settings(num_chats, batch_size, max_new_tokens, max_user_tokens, temperature, top_p, greedy_share)
     starts = [phrase.strip() for phrase in seeds if phrase.strip()]
-    template = ChatTemplate(tokenizer)
-    writer = _Writer(target, template, starts, max_new_tokens, max_user_tokens, temperature, top_p, greedy_share)
+    target_writer = TargetWriter(target, ChatTemplate(tokenizer, template_kwargs))
+    writer = _Writer(target_writer, starts, max_new_tokens, max_user_tokens, temperature, top_p, greedy_share)
     path = Path(output_path)
-    done = found = _drop_torn_line(path)
+    done = found = drop_torn_line(path)
     training = target.training
     target.eval()
     try:
@@ -218,9 +166,7 @@ def synthesize(
 def _seeded_batch(writer: _Writer, size: int, seed: int, index: int) -> list[dict[str, Any]]:
     """The batch of this index, by its own random numbers, so that a resumed run needs nothing of the one before."""
     draw = random.Random(f"{seed}/{index}")
-    device = writer.target.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(draw.getrandbits(63))
+    with seeded(writer.writer.target.device, draw):
         return writer.batch(size, draw)
 
 
@@ -242,19 +188,16 @@ def _check_settings(
     for name, value in lengths.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; it must be above 0 (greedy answers: greedy_share)")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
-    if not 0 <= greedy_share <= 1:
-        raise ValueError(f"greedy_share is {greedy_share}; it must be between 0 and 1")
+    check_randomness(temperature, greedy_share)
 
 
 def _bar(total: int, done: int, progress: bool) -> tqdm:
     return tqdm(total=total, initial=min(done, total), unit="chat", desc="Writing chats", disable=not progress)
 
 
-def _drop_torn_line(path: Path) -> int:
+def drop_torn_line(path: Path) -> int:
     """Count the complete lines of a file, and cut off what an interrupted write left behind them."""
     if not path.exists():
         return 0
@@ -266,16 +209,3 @@ def _drop_torn_line(path: Path) -> int:
                 length += len(line)
         file.truncate(length)
     return lines
-
-
-def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """The ids before the first end; all of them where there is none."""
-    return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
-
-
-def _left_pad(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Prompts to `input_ids (B, T)` and `attention_mask (B, T)`, the last tokens in the last column."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask

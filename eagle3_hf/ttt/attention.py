@@ -7,56 +7,52 @@ position `t + s`, a key of step `k` at its row plus `k`: a window counts from th
 
 import torch
 
+from .blocks import Block, Span, blocks_of, documents_of
+from .eager import ttt_attention
+from .fused import Prefix, can_fuse, fused_attention
 
-def ttt_attention(
-    query: torch.Tensor,
-    keys: list[torch.Tensor],
-    values: list[torch.Tensor],
-    scaling: float,
-    rows: torch.Tensor,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Joint softmax over the causal step-0 keys and the own-row keys of later steps.
 
-    Args:
-        query: (B, heads, R, hd) of the last step.
-        keys, values: One (B, kv_heads, T, hd) tensor of step 0, then one (B, kv_heads, R, hd) a step. The values may
-            have another width than the keys.
-        scaling: Factor on the scores.
-        rows: (B or 1, R) row of each query, 0 <= rows < T.
-        window: Positions that a query sees, its own included; all up to its own when `None`.
+class _Rows:
+    """Rows that a step runs on, and their blocks."""
 
-    Returns:
-        (B, R, heads, width of the values).
-    """
-    batch, heads, num_rows, head_dim = query.shape
-    kv_heads, length = keys[0].shape[1:3]
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, num_rows, head_dim)
-    prefix = (grouped @ keys[0].unsqueeze(2).transpose(-1, -2)).float() * scaling  # (B, kv, group, R, T)
-    step, place, row = len(keys) - 1, torch.arange(length, device=query.device), rows[:, None, None, :, None]
-    hidden, first = place > row, 1
-    if window is not None:
-        hidden, first = hidden | (place <= row + step - window), max(1, step - window + 1)
-    prefix = prefix.masked_fill(hidden, float("-inf"))
-    own = [(grouped * key.unsqueeze(2)).sum(-1, dtype=torch.float32) * scaling for key in keys[first:]]
-    scores = torch.cat([prefix, torch.stack(own, dim=-1)], dim=-1) if own else prefix
-    weights = scores.softmax(-1).to(query.dtype)
-    output = weights[..., :length] @ values[0].unsqueeze(2)
-    for i, value in enumerate(values[first:]):
-        output = output + weights[..., length + i, None] * value.unsqueeze(2)
-    return output.reshape(batch, heads, num_rows, -1).transpose(1, 2)
+    def __init__(self, rows: torch.Tensor, starts: torch.Tensor | None, chosen: list[list[int]] | None = None):
+        self.rows = rows  # (B or 1, R)
+        self.starts = starts  # like rows: first row of each one's document
+        self._chosen = chosen  # the rows themselves, if not all
+        self._blocks: dict[int | None, list[Block]] = {}
+
+    def prefix(self, length: int, documents: list[list[Span]] | None, width: int | None) -> Prefix:
+        """Of a step that sees `width` step-0 keys; a step without a window has the blocks of the one before."""
+        if width not in self._blocks:
+            self._blocks[width] = blocks_of(length, documents, self._chosen, width)
+        return Prefix(self._blocks[width], self.rows, width)
 
 
 class TTTAttention:
     """The `attend` of a training-time-test unroll: remembers every step's keys and values, per draft layer.
 
+    Args:
+        rows: (B or 1, T) all rows, which step 0 runs on.
+        position_ids: (B, T), 0 where a document starts; one document a row when `None`.
+        attention: "fused", in memory linear in T, or "eager".
+
     Attributes:
-        rows: (B or 1, R) rows that the coming steps run on; the later steps' rows must be the same at every step.
+        step: The step that runs now. A step may run again, in the backward pass of a checkpoint.
     """
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
+    def __init__(self, rows: torch.Tensor, position_ids: torch.Tensor | None = None, attention: str = "fused") -> None:
+        self.step = 0
+        self._fused = attention == "fused"
+        self._length = rows.shape[1]
+        self._documents = documents_of(position_ids) if position_ids is not None and self._fused else None
+        self._first = self._later = _Rows(rows, None if position_ids is None else rows - position_ids)
         self._steps: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def sample(self, rows: torch.Tensor) -> None:
+        """The steps after the first run on these rows (B, R) alone, ascending, 0 < R <= T."""
+        starts = self._first.starts
+        starts = None if starts is None else starts.gather(1, rows)
+        self._later = _Rows(rows, starts, rows.tolist() if self._fused else None)
 
     def __call__(
         self,
@@ -66,8 +62,16 @@ class TTTAttention:
         value: torch.Tensor,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The output of one layer at the next step; rows and step already say where the queries and keys sit."""
+        """The output of one layer at this step; rows and step already say where the queries and keys sit."""
         keys, values = self._steps.setdefault(module.layer_idx, ([], []))
-        keys.append(key)
-        values.append(value)
-        return ttt_attention(query, keys, values, module.scaling, self.rows, module.sliding_window)
+        if len(keys) == self.step:
+            keys.append(key)
+            values.append(value)
+        keys, values = [*keys[: self.step], key], [*values[: self.step], value]
+        window, where = module.sliding_window, self._later if self.step else self._first
+        if not (self._fused and can_fuse(query, value)):
+            return ttt_attention(query, keys, values, module.scaling, where.rows, window, where.starts)
+        width = None if window is None else window - self.step
+        first = 1 if width is None else max(1, 1 - width)
+        prefix = where.prefix(self._length, self._documents, width)
+        return fused_attention(query, keys, values, module.scaling, prefix, first)

@@ -1,0 +1,123 @@
+"""`eagle3-hf features`: run a target over training data once and store what a head learns from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from pathlib import Path
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "features",
+        help="store a target's features of training data",
+        description="Run a target over chats and store its features, to train from with `eagle3-hf train "
+        "--train_data OUT`. The size is printed first. An interrupted run goes on when started again; under "
+        "`accelerate launch` or torchrun each process writes its share.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="target: a local folder or a Hub id, with its chat template")
+    parser.add_argument("data", metavar="DATA", help="chats: file, folder, or Hub id (name:split[:1000])")
+    parser.add_argument("output", metavar="OUT", type=Path, help="folder of the store, created or continued")
+    parser.add_argument("--split", help="split of DATA")
+    parser.add_argument("--max-length", type=int, default=2048, help="tokens kept of each chat")
+    parser.add_argument("--last-turn-only", action="store_true", help="learn from the last answer of a chat only")
+    parser.add_argument("--mask-reasoning", action="store_true", help="do not learn thoughts")
+    parser.add_argument("--template-kwargs", type=json.loads, help='JSON for the template: {"enable_thinking": false}')
+    parser.add_argument("--layer-ids", type=int, nargs="+", help="hidden_states indices (default: a new head's)")
+    parser.add_argument("--store-dtype", default="bfloat16", choices=["float32", "bfloat16", "float16", "fp8"])
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="padded tokens a forward")
+    parser.add_argument("--shard-rows", type=int, default=256, help="chats a file; what a kill can cost")
+    parser.add_argument("--part", type=_part, help="I/N: write every N-th file from the I-th on (default: by RANK)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of MODEL")
+    parser.add_argument("--device-map", help="of MODEL: auto spreads it over all GPUs (default: one device)")
+    parser.add_argument("--dry-run", action="store_true", help="print the size, load no weights, store nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(run=run)
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text} is no part such as 0/4, ..., 3/4")
+    return int(index), int(count)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    from eagle3_hf.training.data import prepare_dataset
+    from eagle3_hf.training.sources import load_chats
+    from eagle3_hf.training.store import write_features
+
+    part = arguments.part or (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+    rows = prepare_dataset(
+        load_chats(arguments.data, split=arguments.split),
+        AutoTokenizer.from_pretrained(arguments.model),
+        max_length=arguments.max_length,
+        template_kwargs=arguments.template_kwargs,
+        last_turn_only=arguments.last_turn_only,
+        mask_reasoning=arguments.mask_reasoning,
+    )
+    dtype = torch.float8_e4m3fn if arguments.store_dtype == "fp8" else getattr(torch, arguments.store_dtype)
+    layer_ids = _layer_ids(arguments)
+    if part[0] == 0:
+        print(_size(rows, arguments, layer_ids, dtype), flush=True)
+    if arguments.dry_run:
+        return 0
+    logging.disable_progress_bar()
+    target = AutoModelForCausalLM.from_pretrained(
+        arguments.model, dtype=arguments.dtype, device_map=arguments.device_map or _device()
+    )
+    write_features(
+        target,
+        rows,
+        arguments.output,
+        layer_ids,
+        batch_tokens=arguments.batch_tokens,
+        shard_rows=arguments.shard_rows,
+        dtype=dtype,
+        part=part,
+        progress=not arguments.quiet,
+    )
+    print(f"part {part[0]} of {part[1]} is in {arguments.output}" if part[1] > 1 else f"stored in {arguments.output}")
+    return 0
+
+
+def _layer_ids(arguments: argparse.Namespace) -> list[int]:
+    from transformers import AutoConfig
+
+    from eagle3_hf.features import default_layer_ids
+
+    text = AutoConfig.from_pretrained(arguments.model).get_text_config()
+    return sorted(arguments.layer_ids) if arguments.layer_ids else default_layer_ids(text.num_hidden_layers)
+
+
+def _size(rows, arguments: argparse.Namespace, layer_ids: list[int], dtype) -> str:
+    from transformers import AutoConfig
+
+    from eagle3_hf.training.packing import token_lengths
+    from eagle3_hf.training.store import projected_bytes
+
+    tokens = sum(token_lengths(rows))
+    width = AutoConfig.from_pretrained(arguments.model).get_text_config().hidden_size
+    size = projected_bytes(tokens, width, len(layer_ids), dtype)
+    place = next(folder for folder in (arguments.output, *arguments.output.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    return (
+        f"{len(rows):,} chats, {tokens:,} tokens: {size / 1e9:.3g} GB as {arguments.store_dtype} "
+        f"({size / max(tokens, 1):,.0f} bytes a token); {free / 1e9:.3g} GB are free at {place}"
+    )
+
+
+def _device() -> str:
+    """This process's own accelerator, where there is one."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return "cpu"
+    return f"{torch.accelerator.current_accelerator()}:{os.environ.get('LOCAL_RANK', 0)}"

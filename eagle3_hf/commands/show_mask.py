@@ -1,0 +1,70 @@
+"""`eagle3-hf show-mask`: what of a dataset a head would learn, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "show-mask",
+        help="show which tokens of a dataset are learnt",
+        description="Encode a dataset as the trainer would and show some of its chats: what is learnt is green on a "
+        "terminal, else between [[ and ]]. Counts of the whole dataset follow.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="target (its tokenizer is enough): a local folder or a Hub id")
+    parser.add_argument("data", metavar="DATASET", help="file, folder, or Hub id (name:split[:1000])")
+    parser.add_argument("--split", help="split of DATASET")
+    parser.add_argument("--num-chats", type=int, default=2, help="chats to show")
+    parser.add_argument("--first", type=int, default=0, help="number of the first chat to show")
+    parser.add_argument("--empty", action="store_true", help="show chats with nothing to learn")
+    parser.add_argument("--max-length", type=int, default=2048, help="tokens kept of each chat")
+    parser.add_argument("--last-turn-only", action="store_true", help="learn from the last answer of a chat only")
+    parser.add_argument("--mask-reasoning", action="store_true", help="do not learn thoughts")
+    parser.add_argument("--template-kwargs", type=json.loads, help='JSON for the template: {"enable_thinking": false}')
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from transformers import AutoTokenizer
+
+    from eagle3_hf.training.data import MaskSummary, encode_dataset
+    from eagle3_hf.training.sources import load_chats
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    encoded = encode_dataset(
+        load_chats(arguments.data, split=arguments.split),
+        tokenizer,
+        max_length=arguments.max_length,
+        template_kwargs=arguments.template_kwargs,
+        last_turn_only=arguments.last_turn_only,
+        mask_reasoning=arguments.mask_reasoning,
+    )
+    for number in _numbers(encoded, arguments):
+        _show(number, encoded[number], tokenizer)
+    print(MaskSummary.of(encoded, arguments.max_length))
+    return 0
+
+
+def _numbers(encoded: Dataset, arguments: argparse.Namespace) -> list[int]:
+    """Numbers of the chats to show."""
+    targets = encoded["targets"]
+    wanted = (i for i in range(arguments.first, len(encoded)) if not arguments.empty or targets[i] == 0)
+    return [number for number, _ in zip(wanted, range(arguments.num_chats), strict=False)]
+
+
+def _show(number: int, row: dict[str, Any], tokenizer: Any) -> None:
+    from eagle3_hf.training.masks import render_mask
+
+    print(f"--- chat {number}: {row['length']} tokens, {row['targets']} to learn")
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(row["problem"] or render_mask(tokenizer, row, colour))

@@ -1,0 +1,290 @@
+"""What a training step costs: peak memory against length, and time by parts, beside the eager formulation.
+
+The eager formulation is that of published training code: scores of every row with every key, the target's logits
+over its whole vocabulary taken anew at every step, and a loss on all rows of which a mask then keeps some. It gives
+the same loss (tested), so that the two differ in cost alone.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from ..features import FeatureReader
+from ..modeling_eagle3 import Eagle3DraftModel
+from ..training.teacher import Teacher
+from ..ttt.attention import TTTAttention
+from ..ttt.loss import IGNORE_INDEX, supervised_mask
+from ..ttt.settings import TTTSettings
+
+
+Batch = dict[str, torch.Tensor]
+
+
+# ----- the steps to compare ------------------------------------------------------------------------------------------
+
+
+def made_up_batch(length: int, document: int, vocab_size: int, supervised: float = 0.7) -> Batch:
+    """(1, T) random tokens in documents of `document` tokens, the last share of each an answer."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (1, length), generator=generator)
+    position_ids = torch.arange(length)[None] % document
+    answered = position_ids >= max(2, round((1 - supervised) * document))
+    labels = torch.where(answered, ids, IGNORE_INDEX)
+    return {"input_ids": ids, "labels": labels, "position_ids": position_ids, "attention_mask": torch.ones_like(ids)}
+
+
+def stored(target: PreTrainedModel, teacher: Teacher, batch: Batch) -> Batch:
+    """The batch as it comes from stored features: random ones, of the right shapes and dtype."""
+    (rows, length), width = batch["input_ids"].shape, target.get_output_embeddings().in_features
+    like: dict[str, Any] = {"dtype": target.dtype, "device": batch["input_ids"].device}
+    features = torch.randn(rows, length, len(teacher.layer_ids) * width, **like)
+    return {**batch, "features": features, "last_hidden": features[..., :width], "top1": batch["input_ids"]}
+
+
+def our_loss(draft: Eagle3DraftModel, batch: Batch, taught: Batch, settings: TTTSettings) -> torch.Tensor:
+    """The loss of one training step, from the teacher's output."""
+    inputs = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+    return draft(**inputs, **taught, settings=settings).loss
+
+
+@torch.no_grad()
+def eager_teacher(target: PreTrainedModel, layer_ids: list[int], batch: Batch) -> Batch:
+    """Features, and logits over the whole vocabulary at all positions; the documents have one length."""
+    document = int(batch["position_ids"].max()) + 1
+    with FeatureReader(target, layer_ids) as reader:
+        logits = target(batch["input_ids"].view(-1, document), use_cache=False).logits
+        features = reader.take()
+    return {"features": features.view(1, -1, features.shape[-1]), "logits": logits.view(1, -1, logits.shape[-1])}
+
+
+def eager_loss(draft: Eagle3DraftModel, batch: Batch, taught: Batch, settings: TTTSettings) -> torch.Tensor:
+    """The eager formulation of the same loss (soft cross-entropy)."""
+    borrowed, ids = draft.borrow(), draft.draft_vocab_ids()
+    mask, positions = supervised_mask(batch["labels"]), batch["position_ids"]
+    rows = torch.arange(mask.shape[1], device=mask.device)[None].expand_as(mask)
+    attend, hidden, total = TTTAttention(rows, positions, "eager"), draft.fuse(taught["features"]), torch.tensor(0.0)
+    for step, weight in enumerate(settings.weights):
+        attend.step = step
+        embeds = borrowed.embed(_ahead(batch["input_ids"], step + 1))
+        hidden = draft.run_layers(hidden, embeds, positions + step, attend)
+        scores = draft.compute_logits(hidden, borrowed).float().log_softmax(-1)
+        with torch.no_grad():
+            full = _ahead(taught["logits"], step + 1)
+            known = torch.isin(full.argmax(-1), ids)
+            teacher = full[..., ids].float().softmax(-1)
+            inside = _ahead(mask, step) & (_ahead(positions, step) == positions + step)
+        losses = -(teacher * scores).sum(-1)
+        total = total + weight * (losses * (inside & known)).sum()
+        hidden = draft.feedback(hidden)
+    return total / mask.sum()
+
+
+def _ahead(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """(B, T, ...) moved `count` places down along T, zeros behind."""
+    return torch.cat([rows[:, count:], torch.zeros_like(rows[:, :count])], dim=1)
+
+
+# ----- memory --------------------------------------------------------------------------------------------------------
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """The most memory that `run` held at once, above what was held before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    # The profiler hears of every allocation, also inside kernels, where no hook of torch's dispatcher sees it.
+    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _silent_stderr():
+        recorded.start()
+    run()
+    with _silent_stderr():
+        recorded.stop()
+    results: Any = recorded.profiler.kineto_results  # type: ignore[union-attr]
+    changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
+    held = torch.tensor([size for _, size in sorted(changes, key=lambda change: change[0])]).cumsum(0)
+    return max(0, int(held.max())) if len(held) else 0
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """torch's profiler writes a line there, past Python, when it starts and when it stops."""
+    sys.stderr.flush()
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def small_target(vocab_size: int = 128_256, hidden_size: int = 256) -> LlamaForCausalLM:
+    """An untrained target with the vocabulary of a large one."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=4,
+        num_attention_heads=max(1, hidden_size // 64),
+        num_key_value_heads=max(1, hidden_size // 128),
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+@dataclass
+class Steps:
+    """Whole training steps of a head for a target, in both formulations.
+
+    Attributes:
+        autocast: Compute in bfloat16 (weights stay as they are).
+    """
+
+    target: PreTrainedModel
+    draft: Eagle3DraftModel
+    settings: TTTSettings
+    autocast: bool = True
+
+    def __post_init__(self) -> None:
+        self.target.eval().requires_grad_(False)
+        self.device = self.draft.device
+        self.teacher = Teacher(self.target, self.draft.config.target_layer_ids, self.draft.draft_vocab_ids())
+
+    def batch(self, length: int, document: int | None = None) -> Batch:
+        made = made_up_batch(length, document or length, int(self.target.config.get_text_config().vocab_size))
+        return {name: tensor.to(self.device) for name, tensor in made.items()}
+
+    def ours(self, batch: Batch, clock: "Clock | None" = None, **settings) -> None:
+        """Forward and backward as `Eagle3Trainer` runs them."""
+        self._step(lambda: self.teacher(batch), our_loss, batch, replace(self.settings, **settings), clock)
+
+    def eager(self, batch: Batch, clock: "Clock | None" = None) -> None:
+        """Forward and backward of the eager formulation."""
+        layer_ids = self.teacher.layer_ids
+        self._step(lambda: eager_teacher(self.target, layer_ids, batch), eager_loss, batch, self.settings, clock)
+
+    def _step(self, teach, loss_of, batch: Batch, settings: TTTSettings, clock: "Clock | None") -> None:
+        clock = clock or Clock(self.device)
+        self.draft.zero_grad(set_to_none=True)
+        with clock.part("target and teacher"):
+            taught = teach()
+        with clock.part("draft forward"), torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            loss = loss_of(self.draft, batch, taught, settings)
+        with clock.part("draft backward"):
+            loss.backward()
+
+
+class Peaks(NamedTuple):
+    """Peak bytes of a step over T tokens; the eager one `None` where it was not run."""
+
+    length: int
+    ours: int
+    checkpointed: int
+    eager: int | None
+
+
+def memory_table(steps: Steps, lengths: list[int], eager_up_to: int = 2048) -> Iterator[Peaks]:
+    """For each length; the eager formulation, which grows with its square, up to `eager_up_to` only."""
+    steps.ours(steps.batch(min(lengths)))  # what is made once is not a step's
+    for length in lengths:
+        batch = steps.batch(length)
+        yield Peaks(
+            length,
+            _peak_of_step(steps, lambda: steps.ours(batch)),  # noqa: B023  (run at once)
+            _peak_of_step(steps, lambda: steps.ours(batch, checkpoint_steps=True)),  # noqa: B023
+            _peak_of_step(steps, lambda: steps.eager(batch)) if length <= eager_up_to else None,  # noqa: B023
+        )
+
+
+def _peak_of_step(steps: Steps, run: Callable[[], object]) -> int:
+    steps.draft.zero_grad(set_to_none=True)
+    return peak_bytes(run, steps.device)
+
+
+# ----- time ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    """Seconds of named parts, summed over their runs; waits for the device at both ends of a part."""
+
+    device: torch.device
+    now: Callable[[], float] = time.perf_counter
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = self._read()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._read() - start
+
+    def _read(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.now()
+
+
+PARTS = ("target and teacher", "of it target", "draft forward", "draft backward", "optimizer")
+
+
+def time_table(
+    steps: Steps, length: int, document: int, repeats: int, now: Callable[[], float] = time.perf_counter
+) -> dict[str, dict[str, float]]:
+    """Median seconds of each part of a step, for ours (online, from stored features) and eager ones in turn."""
+    online = steps.batch(length, document)
+    kept = stored(steps.target, steps.teacher, online)
+    optimizer = torch.optim.AdamW(steps.draft.parameters(), lr=1e-5)
+    forms: dict[str, Callable[[Clock], None]] = {
+        "online": lambda clock: steps.ours(online, clock),
+        "from stored features": lambda clock: steps.ours(kept, clock),
+        "all logits kept": lambda clock: steps.ours(online, clock, loss_chunk=None),
+        "checkpointed": lambda clock: steps.ours(online, clock, checkpoint_steps=True),
+        "eager attention only": lambda clock: steps.ours(online, clock, attention="eager"),
+        "eager formulation": lambda clock: steps.eager(online, clock),
+    }
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in forms}
+    for repeat in range(repeats + 1):
+        for name, run in forms.items():
+            clock = Clock(steps.device, now)
+            with _watched(steps.target, clock):
+                run(clock)
+            with clock.part("optimizer"):
+                optimizer.step()
+            if repeat:  # the first warms up
+                runs[name].append(clock.seconds)
+    return {name: {part: median(one.get(part, 0.0) for one in seen) for part in PARTS} for name, seen in runs.items()}
+
+
+@contextmanager
+def _watched(target: PreTrainedModel, clock: Clock) -> Iterator[None]:
+    """The clock's part "of it target": the target's layers, without its output layer."""
+    body: nn.Module = target.get_decoder()
+    running = ExitStack()
+
+    def start(*_: Any) -> None:
+        running.enter_context(clock.part("of it target"))
+
+    def stop(*_: Any) -> None:
+        running.close()
+
+    handles = [body.register_forward_pre_hook(start), body.register_forward_hook(stop)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

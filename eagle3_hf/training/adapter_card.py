@@ -1,0 +1,66 @@
+"""The model card of adapters on a head, in place of the empty form that peft leaves in their folder."""
+
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+from peft import PeftModel
+
+from ..export.card import CARD_FILE, looks_like_hub_id
+
+
+_EMPTY = "# Model Card for Model ID"  # the title of peft's form
+_MARK = "<!-- Written by eagle3_hf for adapters. Delete this line, and no save will overwrite the card. -->"
+
+
+def write_adapter_card(folder: str, model: PeftModel, tau: float | None = None) -> Path | None:
+    """Write `README.md` unless a person did: what the adapters are on, how they were made, how to use them.
+
+    Args:
+        folder: Of the saved adapters.
+        model: The adapters on their head.
+        tau: As measured on held-out prompts, where it was.
+
+    Returns:
+        The card's path, or `None` where it was left as it was.
+    """
+    path = Path(folder) / CARD_FILE
+    if path.exists() and not {_EMPTY, _MARK} & set(path.read_text(encoding="utf-8").splitlines()):
+        return None
+    path.write_text(_text(model, tau), encoding="utf-8")
+    return path
+
+
+def _text(model: PeftModel, tau: float | None) -> str:
+    config = model.peft_config[model.active_adapter]
+    head, target = config.base_model_name_or_path or "HEAD", model.get_base_model().config.target_name_or_path
+    metadata = ModelCardData(
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=["eagle3", "speculative-decoding", "draft-model", "lora"],
+        base_model=head if looks_like_hub_id(head) else None,
+        base_model_relation="adapter" if looks_like_hub_id(head) else None,
+    )
+    targets = getattr(config, "target_modules", None)
+    modules = ", ".join(sorted(targets)) if isinstance(targets, (set, list)) else str(targets)
+    lines = [
+        "# Adapters for an EAGLE-3 head",
+        "",
+        _MARK,
+        "",
+        f"LoRA adapters (rank {getattr(config, 'r', '-')} on {modules}) that adjust a draft head for speculative "
+        "decoding. The text stays the target's own, whatever a head drafts.",
+        *(["", f"On held-out prompts, greedy, tau was {tau:.2f}; plain decoding has 1."] if tau is not None else []),
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "from eagle3_hf import Eagle3DraftModel",
+        "",
+        f'target = AutoModelForCausalLM.from_pretrained("{target or "TARGET"}")',
+        f'draft = PeftModel.from_pretrained(Eagle3DraftModel.from_pretrained("{head}"), "THESE_ADAPTERS")',
+        "output = target.generate(**inputs, assistant_model=draft)",
+        "# or, as a head like any other: draft.merge_and_unload().save_pretrained(FOLDER)",
+        "```",
+        "",
+    ]
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n".join(lines)))

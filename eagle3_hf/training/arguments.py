@@ -1,0 +1,185 @@
+"""What a training run is told: transformers' `TrainingArguments`, and the switches of EAGLE-3."""
+
+import json
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from ..ttt.settings import ATTENTIONS, LOSS_TYPES, TTTSettings
+
+
+@dataclass
+class Eagle3TrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the paper's defaults (AdamW 5e-5, betas 0.9/0.95, clip 0.5) and these fields.
+
+    Args:
+        ttt_steps: Steps of training-time test; a head drafts about as deep as it was trained.
+        step_decay: Weight `decay^s` of step `s`.
+        step_weights: A weight for each step, in place of the decay.
+        row_share: Share of the rows that the steps after the first train on, drawn anew for every batch; their loss is
+            scaled up. 1.0 is the paper's; less trains faster.
+        loss_type: `"soft_cross_entropy"` (the paper's), `"kl"` or `"acceptance"`.
+        feature_loss_weight: Weight of EAGLE-2's regression of the target's last feature; 0 leaves it out.
+        ttt_attention: `"fused"`, or `"eager"`, its slow reference.
+        checkpoint_ttt_steps: Run every step again in the backward pass: less memory, more time.
+        loss_chunk: Rows of draft logits at a time, computed again in the backward pass; 0 keeps them all.
+        packing: Several chats in a row of `max_length` tokens, each blind to the others.
+        last_turn_only: Learn the last answer of a chat only.
+        mask_reasoning: Do not learn what stands between thinking tags.
+        max_length: Tokens kept of a chat, when the trainer tokenises it; with packing, of a row.
+        chat_template_kwargs: Variables for the chat template, such as `{"enable_thinking": False}`; JSON on a command
+            line.
+        freeze_embeddings: Do not train a head's own input embedding; a borrowed one is never trained.
+        dataset_num_proc: Processes to encode chats with.
+        vocab_cache: Folder that keeps counted draft vocabularies between runs.
+    """
+
+    ttt_steps: int = field(default=7, metadata={"help": "Steps of training-time test."})
+    step_decay: float = field(default=0.8, metadata={"help": "Weight decay^s of step s of the loss."})
+    step_weights: list[float] | None = field(
+        default=None, metadata={"help": "A weight for each step, in place of the decay."}
+    )
+    row_share: float = field(default=1.0, metadata={"help": "Share of rows that steps after the first train on."})
+    loss_type: str = field(
+        default="soft_cross_entropy", metadata={"help": "What a step learns by.", "choices": LOSS_TYPES}
+    )
+    feature_loss_weight: float = field(
+        default=0.0, metadata={"help": "Weight of EAGLE-2's regression of the target's last feature."}
+    )
+    ttt_attention: str = field(
+        default="fused", metadata={"help": "Attention of the unrolled steps.", "choices": ATTENTIONS}
+    )
+    checkpoint_ttt_steps: bool = field(
+        default=False, metadata={"help": "Run every step again in the backward pass: less memory, more time."}
+    )
+    loss_chunk: int = field(
+        default=512, metadata={"help": "Rows of draft logits at a time, made again in backward; 0 keeps them all."}
+    )
+    packing: bool = field(default=False, metadata={"help": "Several chats in a row of max_length tokens."})
+    last_turn_only: bool = field(default=False, metadata={"help": "Learn the last answer of a chat only."})
+    mask_reasoning: bool = field(default=False, metadata={"help": "Do not learn what stands between thinking tags."})
+    max_length: int = field(default=2048, metadata={"help": "Tokens kept of a chat; with packing, of a row."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": 'JSON of variables for the chat template: {"enable_thinking": false}.'}
+    )
+    freeze_embeddings: bool = field(
+        default=False, metadata={"help": "Do not train a head's own input embedding; a borrowed one never is."}
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes to encode chats with."})
+    vocab_cache: str | None = field(
+        default=None, metadata={"help": "Folder that keeps counted draft vocabularies between runs."}
+    )
+    learning_rate: float = field(default=5e-5, metadata={"help": "Peak learning rate."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Second beta of AdamW."})
+    max_grad_norm: float = field(default=0.5, metadata={"help": "Gradient norm to clip at."})
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={"help": "Kept off: it would wait for the device every batch, and a loss that is not finite stops."},
+    )
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Kept off: every parameter of a head takes part in every loss."}
+    )
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Kept off: stored features are columns."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"  # torch would warn
+        if isinstance(self.chat_template_kwargs, str):
+            self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
+        self.ttt_settings()  # refuses what means nothing
+        if self.max_length < 3:
+            raise ValueError(f"max_length must be at least 3 (two tokens and one to learn), got {self.max_length}")
+
+    def ttt_settings(self, training: bool = True) -> TTTSettings:
+        """What the draft's forward is told; evaluation runs on every row.
+
+        Raises:
+            ValueError: a value that means nothing; the field is named.
+        """
+        return TTTSettings(
+            num_steps=self.ttt_steps,
+            step_decay=self.step_decay,
+            step_weights=tuple(self.step_weights) if self.step_weights is not None else None,
+            row_share=self.row_share if training else 1.0,
+            loss_type=self.loss_type,
+            feature_loss_weight=self.feature_loss_weight,
+            attention=self.ttt_attention,
+            checkpoint_steps=self.checkpoint_ttt_steps,
+            loss_chunk=self.loss_chunk or None,
+        )
+
+
+@dataclass
+class ModelArguments:
+    """The target, and the head that is trained for it.
+
+    Args:
+        target: Local folder or Hub id.
+        head: A head to train further, of any published layout; without it a new one is made.
+        draft_vocab_size: Tokens that a new head can propose; at most the target's.
+        target_layer_ids: `hidden_states` indices that a new head reads (default: the reference's rule).
+        head_config: Other fields of a new head's config, as JSON: `{"num_hidden_layers": 2}`.
+        warm_start: Copy from the target what fits; else a new head starts at random.
+        dtype: Of the target.
+        device_map: Of the target, such as `auto` to spread a large one over all GPUs of a single process; without it
+            the target is where the head trains.
+        attn_implementation: Of the target.
+        target_adapter: LoRA adapters on the target, which then teach too.
+        lora_r: Rank of adapters to train on `head` in place of all its weights; 0 trains all.
+        lora_alpha, lora_dropout, lora_modules: Of these adapters.
+    """
+
+    target: str = field(metadata={"help": "Target: a local folder or a Hub id."})
+    head: str | None = field(default=None, metadata={"help": "A head to train further (default: a new one)."})
+    draft_vocab_size: int = field(default=32000, metadata={"help": "Tokens that a new head can propose."})
+    target_layer_ids: list[int] | None = field(
+        default=None, metadata={"help": "hidden_states indices that a new head reads."}
+    )
+    head_config: dict | str | None = field(
+        default=None, metadata={"help": 'Other fields of a new head, as JSON: {"num_hidden_layers": 2}.'}
+    )
+    warm_start: bool = field(default=True, metadata={"help": "Copy from the target what fits."})
+    dtype: str = field(default="auto", metadata={"help": "Of the target."})
+    device_map: str | None = field(default=None, metadata={"help": "Of the target: auto spreads it over all GPUs."})
+    attn_implementation: str | None = field(default=None, metadata={"help": "Of the target."})
+    target_adapter: str | None = field(default=None, metadata={"help": "LoRA adapters on the target."})
+    lora_r: int = field(default=0, metadata={"help": "Rank of adapters to train on the head; 0 trains all weights."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of these adapters, times 1/r."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before these adapters."})
+    lora_modules: list[str] | None = field(
+        default=None, metadata={"help": "Modules with adapters (default: all linear ones but the output layer)."}
+    )
+
+    def __post_init__(self):
+        if isinstance(self.head_config, str):
+            self.head_config = json.loads(self.head_config)
+        if self.lora_r and self.head is None:
+            raise ValueError("lora_r trains adapters on a head that exists: name it with head")
+
+
+@dataclass
+class DataArguments:
+    """What is learnt, and what is held out.
+
+    Args:
+        train_data: File, folder or Hub id of chats (see `load_chats`), or a folder of stored features.
+        train_split: Which split of it, where there are several.
+        eval_data, eval_split: The same, to evaluate on.
+        held_out: Without `eval_data`: this many chats are drawn from `train_data`, not trained on.
+        max_train_samples: Use only the first so many chats.
+        tau_prompts: This many of the held-out chats are decoded at every evaluation, which logs `eval_tau`.
+        tau_new_tokens: Tokens decoded for each of them.
+        dry_run: Stop before the first step, when data, head and sizes are known.
+    """
+
+    train_data: str = field(metadata={"help": "Chats (file, folder, Hub id), or a folder of stored features."})
+    train_split: str | None = field(default=None, metadata={"help": "Split of train_data."})
+    eval_data: str | None = field(default=None, metadata={"help": "Chats or stored features to evaluate on."})
+    eval_split: str | None = field(default=None, metadata={"help": "Split of eval_data."})
+    held_out: int = field(
+        default=128, metadata={"help": "Chats of train_data to evaluate on where eval_data is none."}
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many chats."})
+    tau_prompts: int = field(default=0, metadata={"help": "Held-out chats to decode at every evaluation."})
+    tau_new_tokens: int = field(default=64, metadata={"help": "Tokens decoded for each of them."})
+    dry_run: bool = field(default=False, metadata={"help": "Stop before the first step, and say what would be done."})

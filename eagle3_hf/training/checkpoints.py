@@ -1,0 +1,84 @@
+"""Which checkpoints of a run are whole: a run may have been killed while it wrote one.
+
+Trainer writes a checkpoint file by file into its final folder, `trainer_state.json` last.
+"""
+
+import json
+import os
+import re
+import zipfile
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+def last_whole_checkpoint(output_dir: str | os.PathLike) -> str | None:
+    """The latest checkpoint of a run that was written to its end; torn ones are passed over with a warning.
+
+    Returns:
+        Its folder, or `None` where there is none (also where `output_dir` does not exist).
+    """
+    found = [(int(match[1]), path) for path in _folders(output_dir) if (match := _FOLDER.fullmatch(path.name))]
+    for _, path in sorted(found, reverse=True):
+        problem = tear(path)
+        if problem is None:
+            return str(path)
+        logger.warning(f"{path} is passed over: {problem}. The run was stopped while it was written.")
+    return None
+
+
+def tear(checkpoint: str | os.PathLike) -> str | None:
+    """What is missing or cut off in a checkpoint's folder, in words; `None` when it is whole."""
+    folder = Path(checkpoint)
+    state = _read_state(folder / "trainer_state.json")
+    if state is None:
+        return "trainer_state.json is missing or cut off"
+    if not _has_weights(folder):
+        return "there are no weights"
+    weights = [*folder.glob("*.safetensors")]
+    torn = [path.name for path in weights if not _opens(path)]
+    torn += [path.name for path in (*folder.glob("*.pt"), *folder.glob("*.pth")) if not zipfile.is_zipfile(path)]
+    return f"{', '.join(sorted(torn))} cut off" if torn else None
+
+
+def require_whole(checkpoint: str | os.PathLike) -> None:
+    """Raise `ValueError` for a torn checkpoint, with the way out."""
+    problem = tear(checkpoint)
+    if problem is not None:
+        raise ValueError(
+            f"{checkpoint} is no whole checkpoint: {problem}. Resume from an earlier one; "
+            "resume_from_checkpoint=True takes the last that is whole"
+        )
+
+
+def _folders(output_dir: str | os.PathLike) -> list[Path]:
+    directory = Path(output_dir)
+    return [path for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+
+
+def _read_state(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _has_weights(folder: Path) -> bool:
+    """A head's or an adapter's weights, or a folder or file that FSDP or DeepSpeed has written."""
+    sharded = ("pytorch_model_fsdp*", "global_step*", "*/adapter_model.safetensors")
+    return any(folder.glob("*model*.safetensors")) or any(path for name in sharded for path in folder.glob(name))
+
+
+def _opens(path: Path) -> bool:
+    """safetensors compares the file's length with what its header says."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except Exception:  # its own error type is not public in every version
+        return False

@@ -1,0 +1,174 @@
+"""A whole training run, from data to a saved head with its card; run again, it goes on where it stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers.utils import logging
+
+from ..modeling_eagle3 import Eagle3DraftModel
+from ..ttt.loss import IGNORE_INDEX
+from .arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
+from .checkpoints import last_whole_checkpoint
+from .packing import PackedDataset
+from .sources import load_chats
+from .stored import StoredFeatures
+from .tau import MeasureTau, sample_prompts
+from .trainer import Eagle3Trainer
+
+
+logger = logging.get_logger(__name__)
+
+MERGED = "merged"  # folder of the head with its adapters merged in, beside the adapters
+
+
+def train_head(model: ModelArguments, data: DataArguments, args: Eagle3TrainingArguments) -> Eagle3Trainer:
+    """Prepare the data, load the target, make or load the head, train, evaluate, save with a card, push where asked.
+
+    `args.output_dir` holds the checkpoints and in the end the head (adapters, with `lora_r`, and the head with them
+    merged in, in `merged`). Where it has checkpoints, the run goes on from the last that is whole.
+
+    Returns:
+        The trainer, done; before its first step with `data.dry_run`.
+
+    Raises:
+        ValueError: arguments that contradict each other, data without anything to learn, a head that does not fit.
+    """
+    if model.device_map is not None and args.world_size > 1:
+        raise ValueError(
+            f"device_map={model.device_map} spreads the target over all GPUs of one process, but there are "
+            f"{args.world_size} processes: start one, or leave device_map out"
+        )
+    if args.metric_for_best_model in ("eval_tau", "tau") and not data.tau_prompts:
+        raise ValueError("metric_for_best_model is eval_tau, but nothing measures it: set tau_prompts, to 16 say")
+    set_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(model.target)
+    train, evaluation = load_data(data, args.seed if args.data_seed is None else args.data_seed)
+    target = load_target(model, args)
+    draft = make_head(model, target)
+    trainer = Eagle3Trainer(
+        model=with_adapters(draft, model),
+        target_model=target,
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        processing_class=tokenizer,
+    )
+    if data.tau_prompts:
+        held_out = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
+        chats = held_out.dataset if isinstance(held_out, PackedDataset) else held_out
+        rows = sample_prompts(chats, data.tau_prompts, args.seed)
+        trainer.add_callback(MeasureTau([row_prompt(row) for row in rows], max_new_tokens=data.tau_new_tokens))
+    for line in plan(trainer):
+        logger.warning(line) if data.dry_run else logger.info(line)
+    if not data.dry_run:
+        _train_and_save(trainer, model)
+    return trainer
+
+
+def _train_and_save(trainer: Eagle3Trainer, model: ModelArguments) -> None:
+    args = trainer.args
+    result = trainer.train(args.resume_from_checkpoint or last_whole_checkpoint(args.output_dir))
+    trainer.save_metrics("train", result.metrics)
+    if trainer.eval_dataset is not None:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    trainer.save_model(_internal_call=True)
+    trainer.save_state()
+    if model.lora_r and trainer.is_world_process_zero():
+        saved = PeftModel.from_pretrained(make_head(model, trainer.target_model), args.output_dir)
+        saved.merge_and_unload().save_pretrained(Path(args.output_dir) / MERGED)
+    trainer.create_model_card()
+    if args.push_to_hub:
+        trainer.push_to_hub()
+
+
+# ----- its parts -----------------------------------------------------------------------------------------------------
+
+
+def load_data(data: DataArguments, seed: int) -> tuple:
+    """Chats or stored features to train on and to evaluate on (or `None`)."""
+    rows = _load(data.train_data, data.train_split)
+    if data.max_train_samples is not None:
+        rows = rows.select(range(min(data.max_train_samples, len(rows))))
+    if data.eval_data is not None:
+        return rows, _load(data.eval_data, data.eval_split)
+    if data.held_out == 0:
+        return rows, None
+    if data.held_out >= len(rows):
+        raise ValueError(f"held_out is {data.held_out}, but {data.train_data} has {len(rows)} chats")
+    parts = rows.train_test_split(test_size=data.held_out, seed=seed)
+    return parts["train"], parts["test"]
+
+
+def _load(source: str, split: str | None) -> Any:
+    return StoredFeatures(source) if (Path(source) / "index.json").is_file() else load_chats(source, split=split)
+
+
+def load_target(model: ModelArguments, args: Eagle3TrainingArguments) -> PreTrainedModel:
+    """The target, in its own dtype, where `device_map` says or where the head trains."""
+    target: Any = AutoModelForCausalLM.from_pretrained(
+        model.target,
+        dtype=model.dtype,
+        device_map=model.device_map or {"": args.device},
+        attn_implementation=model.attn_implementation,
+    )
+    if model.target_adapter is not None:
+        target = PeftModel.from_pretrained(target, model.target_adapter)
+    return target
+
+
+def make_head(model: ModelArguments, target: PreTrainedModel) -> Eagle3DraftModel:
+    """The head to train further, in float32, or a new one."""
+    if model.head is not None:
+        return Eagle3DraftModel.from_pretrained(model.head, dtype=torch.float32)
+    overrides: dict[str, Any] = {"target_name_or_path": model.target, **(model.head_config or {})}  # type: ignore[dict-item]
+    if model.target_layer_ids is not None:
+        overrides["target_layer_ids"] = model.target_layer_ids
+    vocab_size = target.get_input_embeddings().num_embeddings
+    size = model.draft_vocab_size if model.draft_vocab_size < vocab_size else None
+    return Eagle3DraftModel.from_target(target, draft_vocab_size=size, warm_start=model.warm_start, **overrides)
+
+
+def with_adapters(draft: Eagle3DraftModel, model: ModelArguments) -> Eagle3DraftModel | PeftModel:
+    if not model.lora_r:
+        return draft
+    config = LoraConfig(
+        r=model.lora_r,
+        lora_alpha=model.lora_alpha,
+        lora_dropout=model.lora_dropout,
+        target_modules=model.lora_modules or "all-linear",
+    )
+    adapted: Any = get_peft_model(draft, config)
+    return adapted
+
+
+def row_prompt(row: Any) -> torch.Tensor:
+    """(T,) ids of a tokenised chat up to its last learnt answer; labels leave an answer's first token out."""
+    learnt = (torch.as_tensor(row["labels"]) != IGNORE_INDEX).nonzero()[:, 0]
+    breaks = (learnt[1:] - learnt[:-1] > 1).nonzero()[:, 0]
+    first = learnt[breaks[-1] + 1] if len(breaks) else learnt[0]
+    return torch.as_tensor(row["input_ids"])[: max(1, int(first) - 1)].long()
+
+
+def plan(trainer: Eagle3Trainer) -> list[str]:
+    """What a run is going to do, in lines: data, head, and the memory that the head's training keeps."""
+    args = trainer.args
+    parameters: list[torch.Tensor] = list(trainer.model.parameters())
+    head = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    target = trainer.target_model.get_memory_footprint()
+    rows = len(trainer.train_dataset)
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    steps = args.max_steps if args.max_steps > 0 else -(-rows // batch) * args.num_train_epochs
+    # Weights, gradient and AdamW's two moments, all in the head's dtype.
+    size = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in parameters)
+    return [
+        f"{rows:,} rows, {batch} a step on {args.world_size} process(es), {steps:,.0f} steps of "
+        f"{args.ttt_steps} levels",
+        f"head: {head / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained; {size / 1e9:.2f} GB with gradients "
+        f"and AdamW's moments, beside the target's {target / 1e9:.2f} GB and what a batch takes",
+    ]

@@ -1,0 +1,154 @@
+"""The paper's ablation at a small scale: what training-time test and fused features are each worth, in tau.
+
+    python examples/ablation.py --target HuggingFaceTB/SmolLM2-135M-Instruct --chats chats.jsonl --max-steps 600
+
+Trains one head for each row of the table, from the same seed, on the same chats in the same order, and decodes the
+same held-out prompts with each. `chats.jsonl` should be the target's own words (`eagle3-hf datagen`).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
+from eagle3_hf.training.data import load_chats, prepare_dataset
+from eagle3_hf.training.tau import MeasureTau
+
+
+# EAGLE and EAGLE-2 weigh the tokens by 0.1 and the regression by 1.
+EAGLE2_REGRESSION = 10.0
+ROWS: list[tuple[str, bool, dict[str, Any]]] = [  # name, only the top feature, training arguments
+    ("EAGLE-2: feature regression", True, {"ttt_steps": 1, "feature_loss_weight": EAGLE2_REGRESSION}),
+    ("no training-time test", True, {"ttt_steps": 1}),
+    ("+ training-time test", True, {}),
+    ("+ fused features (EAGLE-3)", False, {}),
+]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", required=True, help="folder or Hub id of the target")
+    parser.add_argument("--chats", required=True, help="JSONL of `messages`, best written by the target itself")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/ablation"), help="the heads, one folder a row")
+    parser.add_argument("--draft-vocab-size", type=int, default=8192)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--held-out", type=int, default=64, help="chats to measure on, not trained on")
+    parser.add_argument("--prompts", type=int, default=16, help="how many of them to decode")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--max-steps", type=int, default=600)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--ttt-steps", type=int, default=5, help="steps of the rows with training-time test")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    dtype = torch.bfloat16 if torch.accelerator.is_available() else torch.float32
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype)
+    if torch.accelerator.is_available():
+        target.to(torch.accelerator.current_accelerator())
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    print(table(ablate(target, tokenizer, options.chats, options)))
+
+
+def ablate(target, tokenizer, chats, options: argparse.Namespace) -> list[tuple[str, float, float]]:
+    """Train and measure every row: its name, tau, and the acceptance length that its accuracies promise a chain."""
+    check_workdir(options)
+    chats = load_chats(chats)
+    split = len(chats) - options.held_out
+    if split < 1:
+        raise ValueError(f"there are {len(chats)} chats, and {options.held_out} are to be held out: none is left")
+    train, held_out = (
+        prepare_dataset(chats.select(rows), tokenizer, max_length=options.max_length)
+        for rows in (range(split), range(split, len(chats)))
+    )
+    prompts = [chats[split + i] for i in range(min(options.prompts, options.held_out))]
+    measure = MeasureTau(prompts, tokenizer, max_new_tokens=options.new_tokens)
+    results = []
+    for number, (name, only_top, overrides) in enumerate(ROWS):
+        print(f"{name} ...", flush=True)
+        draft = train_row(target, tokenizer, train, only_top, overrides, options, number)
+        emitted, rounds = measure.measure(draft.eval(), target)
+        promised = evaluate(draft, target, tokenizer, held_out, options)
+        results.append((name, emitted / max(rounds, 1), promised))
+    return results
+
+
+def check_workdir(options: argparse.Namespace) -> None:
+    """A run goes on where it stopped, with the same options only."""
+    trained_with = ("chats", "draft_vocab_size", "max_length", "held_out", "max_steps", "batch_size", "ttt_steps")
+    given = {name: str(getattr(options, name, None)) for name in (*trained_with, "learning_rate", "seed", "target")}
+    options.workdir.mkdir(parents=True, exist_ok=True)
+    file = options.workdir / "options.json"
+    known = json.loads(file.read_text()) if file.exists() else given
+    changed = [f"{name} {known.get(name)} (now {value})" for name, value in given.items() if known.get(name) != value]
+    if changed:
+        raise ValueError(f"{options.workdir} holds heads of another run: {', '.join(changed)}. Give another --workdir")
+    file.write_text(json.dumps(given, indent=1))
+
+
+def train_row(
+    target, tokenizer, dataset, only_top: bool, overrides: dict[str, Any], options: argparse.Namespace, number: int
+) -> Eagle3DraftModel:
+    """One head, saved in `workdir/NUMBER` and read from there if it is there already."""
+    folder = options.workdir / str(number)
+    if (folder / "config.json").exists():
+        return Eagle3DraftModel.from_pretrained(folder, dtype=torch.float32).to(target.device).bind(target)
+    set_seed(options.seed)
+    layer_ids = {"target_layer_ids": [target.config.get_text_config().num_hidden_layers]} if only_top else {}
+    draft = Eagle3DraftModel.from_target(target, draft_vocab_size=options.draft_vocab_size, **layer_ids)
+    trainer = new_trainer(draft, target, tokenizer, options, train_dataset=dataset, **overrides)
+    trainer.train()
+    draft.save_pretrained(folder.with_suffix(".partial"))
+    folder.with_suffix(".partial").rename(folder)  # whole or not at all
+    return draft
+
+
+def evaluate(draft, target, tokenizer, dataset, options: argparse.Namespace) -> float:
+    """Every row by the same number of steps, however many it was trained with."""
+    trainer = new_trainer(draft, target, tokenizer, options, eval_dataset=dataset)
+    return trainer.evaluate()["eval_simulated_acceptance_length"]
+
+
+def new_trainer(
+    draft, target, tokenizer, options: argparse.Namespace, *, train_dataset=None, eval_dataset=None, **own
+):
+    settings = {
+        "output_dir": str(options.workdir / "log"),
+        "max_steps": options.max_steps,
+        "per_device_train_batch_size": options.batch_size,
+        "per_device_eval_batch_size": options.batch_size,
+        "ttt_steps": options.ttt_steps,
+        "learning_rate": options.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.04,
+        "save_strategy": "no",
+        "logging_steps": 50,
+        "report_to": "none",
+        "seed": options.seed,
+        "use_cpu": target.device.type == "cpu",
+    }
+    return Eagle3Trainer(
+        model=draft,
+        target_model=target,
+        args=Eagle3TrainingArguments(**{**settings, **own}),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+    )
+
+
+def table(results: list[tuple[str, float, float]]) -> str:
+    """In Markdown; tau with the head's default tree, then what a chain is promised."""
+    lines = ["| trained with | tau (tree) | simulated (chain) |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {tau:.2f} | {promised:.2f} |" for name, tau, promised in results)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# An EAGLE-3 head for a 70B target on one machine of 8 GPUs of 80 GB, from prompts to a head with its card:
+#     SERVER=http://localhost:8000/v1 bash examples/train_70b_device_map.sh
+# SERVER serves the target while the answers are written (`vllm serve MODEL --tensor-parallel-size 8`, say): several
+# times faster than this process could. Stop it when the script says so. Without SERVER the target is loaded here.
+# Every step resumes. Options go to `eagle3-hf train`.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+target=${TARGET:-meta-llama/Llama-3.3-70B-Instruct}
+prompts=${PROMPTS:-HuggingFaceH4/ultrachat_200k:train_sft[:50000]}
+work=${WORK:-runs/llama33-70b}
+mkdir -p "$work"
+eagle3_hf=(python -m eagle3_hf.cli)
+
+"${eagle3_hf[@]}" datagen "$target" "$work/chats.jsonl" --prompts "$prompts" --max-new-tokens "${NEW_TOKENS:-1024}" \
+    ${SERVER:+--server "$SERVER"} --device "${DEVICE_MAP:-auto}"
+if [ -n "${SERVER:-}" ] && [ -t 0 ]; then
+    read -rp "The answers are written. Stop the server, its GPUs are needed now, and press Enter. "
+fi
+"${eagle3_hf[@]}" train "$here/configs/llama33_70b.yaml" --target "$target" --train_data "$work/chats.jsonl" \
+    --device_map "${DEVICE_MAP:-balanced_low_0}" --output_dir "$work/head" "$@"
+for engine in vllm sglang; do
+    "${eagle3_hf[@]}" convert "$work/head" "$work/$engine" --to $engine --target "$target" --dtype bfloat16 --overwrite
+done

@@ -1,0 +1,241 @@
+"""`eagle3-hf features` and `eagle3-hf train`: whole runs of a tiny target, by the commands a user types."""
+
+import json
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from chats import chat_tokenizer, tiny_target
+from eagle3_hf import Eagle3DraftModel
+from eagle3_hf.cli import main
+from eagle3_hf.commands.train import parse
+from eagle3_hf.training.run import row_prompt
+from eagle3_hf.training.stored import StoredFeatures
+from eagle3_hf.training.trainer import Eagle3Trainer
+from training_runs import chats
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target and chats as a user has them."""
+    path = tmp_path_factory.mktemp("user")
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
+    tiny_target(tokenizer).save_pretrained(path / "target")
+    tokenizer.save_pretrained(path / "target")
+    (path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats(10)))
+    return path
+
+
+CONFIG = """
+held_out: 2
+draft_vocab_size: 200
+per_device_train_batch_size: 2
+max_steps: 6
+ttt_steps: 3
+learning_rate: 2e-3
+logging_steps: 1
+save_steps: 2
+eval_strategy: steps
+eval_steps: 3
+tau_prompts: 2
+tau_new_tokens: 12
+report_to: none
+use_cpu: true
+disable_tqdm: true
+"""
+
+
+BEST = ["--metric_for_best_model", "eval_tau", "--greater_is_better", "true", "--save_steps", "3"]
+
+
+def config(folder, path, **values) -> str:
+    lines = [f"{name}: {json.dumps(value)}" for name, value in values.items()]
+    (path / "config.yaml").write_text("\n".join([f"target: {folder / 'target'}", *lines, CONFIG]))
+    return str(path / "config.yaml")
+
+
+def log(path) -> list[dict]:
+    return json.loads((path / "trainer_state.json").read_text())["log_history"]
+
+
+def test_from_chats_to_a_head_with_its_card(folder, tmp_path):
+    """An option beside the file wins; the head that comes out decodes, and its card has what was measured."""
+    train = config(folder, tmp_path, train_data=str(folder / "chats.jsonl"), output_dir=str(tmp_path / "out"))
+    assert main(["train", train, "--max_steps", "4", "--packing", "--max_length", "160", *BEST]) == 0
+    out = tmp_path / "out"
+    logged = log(out)
+    assert [entry["step"] for entry in logged if "loss" in entry] == [1, 2, 3, 4]
+    taus = [entry["eval_tau"] for entry in logged if "eval_tau" in entry]
+    assert len(taus) >= 2
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert state["best_metric"] == max(taus)
+    assert all(1 <= tau <= 13 for tau in taus)
+    assert {"eval_loss", "eval_accuracy_step_2", "eval_simulated_acceptance_length"} <= set(logged[3])
+    card = (out / "README.md").read_text()
+    assert "200 of 358 tokens" in card
+    assert "% of the training targets" in card
+    assert (
+        f"| held-out prompts, greedy | {json.loads((out / 'eval_results.json').read_text())['eval_tau']:.2f} |" in card
+    )
+    head, target = Eagle3DraftModel.from_pretrained(out), AutoModelForCausalLM.from_pretrained(folder / "target")
+    ids = torch.tensor([chat_tokenizer()("What is the sea?")["input_ids"]])
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(target.generate(ids, assistant_model=head, **options), target.generate(ids, **options))
+
+
+def test_the_same_command_resumes(folder, tmp_path, monkeypatch):
+    """Ctrl-C at step 4; the run ends as one that was left alone."""
+    weights = []
+    for name in ("whole", "parts"):
+        train = config(folder, tmp_path, train_data=str(folder / "chats.jsonl"), output_dir=str(tmp_path / name))
+        if name == "parts":
+            step = Eagle3Trainer.training_step
+            calls = []
+
+            def interrupted(self, *args, step=step, calls=calls, **kwargs):
+                calls.append(1)
+                if len(calls) == 4:
+                    raise KeyboardInterrupt
+                return step(self, *args, **kwargs)
+
+            monkeypatch.setattr(Eagle3Trainer, "training_step", interrupted)
+            assert main(["train", train]) == 130
+            monkeypatch.setattr(Eagle3Trainer, "training_step", step)
+        assert main(["train", train]) == 0
+        weights.append(load_file(tmp_path / name / "model.safetensors"))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert [entry["step"] for entry in log(tmp_path / "parts") if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp8"])
+def test_features_and_training_from_them(folder, tmp_path, capsys, dtype):
+    """The size is said first; two parts make one store; training from it equals training online, fp8 about."""
+    data, store = str(folder / "chats.jsonl"), str(tmp_path / "store")
+    command = ["features", str(folder / "target"), data, store, "--store-dtype", dtype, "--shard-rows", "3", "--quiet"]
+    assert main([*command, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "10 chats, " in said
+    assert f"GB as {dtype}" in said
+    assert not (tmp_path / "store").exists()
+    assert main([*command, "--part", "1/2"]) == 0
+    assert main([*command, "--part", "0/2"]) == 0
+    assert len(StoredFeatures(store)) == 10
+    losses = []
+    for source in (data, store):
+        out = tmp_path / f"out{len(losses)}"
+        train = config(folder, tmp_path, train_data=source, output_dir=str(out))
+        assert main(["train", train, "--max_steps", "2", "--tau_prompts", "0"]) == 0
+        losses.append([entry["loss"] for entry in log(out) if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if dtype == "float32" else 5e-3)
+
+
+def test_adapters_on_a_published_head(folder, tmp_path):
+    """The adapters, and the head with them merged in."""
+    data = str(folder / "chats.jsonl")
+    train = config(folder, tmp_path, train_data=data, output_dir=str(tmp_path / "head"))
+    assert main(["train", train, "--max_steps", "2", "--tau_prompts", "0"]) == 0
+    train = config(folder, tmp_path, train_data=data, output_dir=str(tmp_path / "lora"), head=str(tmp_path / "head"))
+    assert main(["train", train, "--max_steps", "2", "--lora_r", "4"]) == 0
+    published = Eagle3DraftModel.from_pretrained(tmp_path / "head")
+    merged = Eagle3DraftModel.from_pretrained(tmp_path / "lora" / "merged")
+    adapted = PeftModel.from_pretrained(published, tmp_path / "lora").merge_and_unload()
+    assert torch.allclose(adapted.fc.weight, merged.fc.weight, atol=1e-6)
+    assert not torch.equal(load_file(tmp_path / "head" / "model.safetensors")["fc.weight"], merged.fc.weight)
+
+
+def test_a_target_with_adapters_teaches(folder, tmp_path):
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    adapted = get_peft_model(target, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.5)
+    adapted.save_pretrained(tmp_path / "adapter")
+    losses = []
+    for extra in ([], ["--target_adapter", str(tmp_path / "adapter")]):
+        out = tmp_path / f"out{len(losses)}"
+        train = config(folder, tmp_path, train_data=str(folder / "chats.jsonl"), output_dir=str(out))
+        assert main(["train", train, "--max_steps", "1", "--tau_prompts", "0", *extra]) == 0
+        losses.append(log(out)[0]["loss"])
+    assert losses[0] != losses[1]
+
+
+def test_a_dry_run_says_what_would_be_done(folder, tmp_path, caplog):
+    train = config(folder, tmp_path, train_data=str(folder / "chats.jsonl"), output_dir=str(tmp_path / "out"))
+    assert main(["train", train, "--dry_run"]) == 0
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert "8 rows, 2 a step on 1 process(es), 6 steps of 3 levels" in caplog.text
+    assert "M trained; 0.00 GB with gradients and AdamW's moments" in caplog.text
+
+
+# ----- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_options_and_files(folder, tmp_path):
+    (tmp_path / "c.json").write_text(json.dumps({"target": "t", "train_data": "d", "step_weights": [1.0, 0.5]}))
+    model, data, args = parse([str(tmp_path / "c.json"), "--ttt_steps", "2", "--output_dir", str(tmp_path)])
+    assert (model.target, data.train_data, args.step_weights, args.ttt_steps) == ("t", "d", [1.0, 0.5], 2)
+    (tmp_path / "c.yaml").write_text("target: t\ntrain_data: d\nlearning_rate: 1e-3\nbf16: true\nwarm_start: false\n")
+    model, _, args = parse([str(tmp_path / "c.yaml"), "--output_dir", str(tmp_path), "--use_cpu"])
+    assert (args.learning_rate, args.bf16, model.warm_start) == (1e-3, True, False)
+    extra = ["--chat_template_kwargs", '{"enable_thinking": false}', "--head_config", '{"num_hidden_layers": 2}']
+    model, _, args = parse(["--target", "t", "--train_data", "d", "--output_dir", str(tmp_path), *extra])
+    assert (args.chat_template_kwargs, model.head_config) == ({"enable_thinking": False}, {"num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize(
+    ("lines", "extra", "message"),
+    [
+        ("learnin_rate: 1", [], "learnin_rate is no option of eagle3-hf train; did you mean learning_rate?"),
+        ("- 1", [], "a list, not options by name"),
+        (None, [], "no such file; options begin with --"),
+        ("", ["--lora_r", "4"], "lora_r trains adapters on a head that exists: name it with head"),
+        ("", BEST, "metric_for_best_model is eval_tau, but nothing measures it: set tau_prompts"),
+        ("", ["--held_out", "10"], "held_out is 10, but .* has 10 chats"),
+        ("store", ["--last_turn_only"], "these rows are tokens already: set them where the chats are encoded"),
+        ("", ["--loss_type", "kl", "--step_weights", "1"], "step_weights has 1 weights, but there are 7 steps"),
+    ],
+)
+def test_refusals(folder, tmp_path, capsys, lines, extra, message):
+    path = tmp_path / "config.yaml"
+    if lines == "":
+        lines = f"target: {folder / 'target'}\ntrain_data: {folder / 'chats.jsonl'}\noutput_dir: {tmp_path / 'out'}"
+    if lines == "store":
+        assert main(["features", str(folder / "target"), str(folder / "chats.jsonl"), str(tmp_path), "--quiet"]) == 0
+        lines = f"target: {folder / 'target'}\ntrain_data: {tmp_path}\nheld_out: 2\noutput_dir: {tmp_path / 'out'}"
+    if lines is not None:
+        path.write_text(lines + "\n")
+    assert main(["train", str(path), *extra]) == 1
+
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_help_names_the_options_of_all_three(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "--help"])
+    assert exit.value.code == 0
+    said = capsys.readouterr().out
+    assert all(option in said for option in ("--target", "--train_data", "--ttt_steps", "--learning_rate"))
+
+
+@pytest.mark.parametrize("part", ["4/4", "x", "1", "-1/2"])
+def test_a_part_that_is_none_is_refused(folder, tmp_path, capsys, part):
+    with pytest.raises(SystemExit):
+        main(["features", "m", "d", str(tmp_path), f"--part={part}"])
+    assert "is no part such as 0/4, ..., 3/4" in capsys.readouterr().err
+
+
+def test_the_prompt_of_a_row():
+    ids = list(range(10, 22))
+    labels = [-100] * 4 + [14, 15] + [-100] * 3 + [19, 20, 21]
+    # The answer begins at 18: its first token is the target's own, and not a label.
+    assert row_prompt({"input_ids": ids, "labels": labels}).tolist() == ids[:8]
+    assert row_prompt({"input_ids": ids, "labels": [-100] * 6 + ids[6:]}).tolist() == ids[:5]

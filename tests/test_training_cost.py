@@ -1,0 +1,176 @@
+"""Memory and time of a training step are measured right, and the memory is what it is meant to be."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eagle3_hf import Eagle3DraftModel
+from eagle3_hf.cli import main
+from eagle3_hf.evaluation.training_cost import (
+    PARTS,
+    Clock,
+    Steps,
+    eager_loss,
+    eager_teacher,
+    made_up_batch,
+    memory_table,
+    our_loss,
+    peak_bytes,
+    small_target,
+    stored,
+    time_table,
+)
+from eagle3_hf.ttt.settings import TTTSettings
+
+
+CPU = torch.device("cpu")
+
+
+def steps_for(vocab_size: int, draft_vocab_size: int, hidden_size: int = 64, settings=TTTSettings()) -> Steps:  # noqa: B008
+    target = small_target(vocab_size, hidden_size)
+    torch.manual_seed(1)
+    ids = torch.randperm(vocab_size)[:draft_vocab_size]
+    return Steps(target, Eagle3DraftModel.from_target(target, draft_vocab=ids), settings, autocast=False)
+
+
+# ----- the eager formulation -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", [12, 36])
+def test_the_eager_formulation_is_the_same_loss(document):
+    """Otherwise their costs could not be compared."""
+    steps = steps_for(500, 480, settings=TTTSettings(num_steps=5))
+    batch = steps.batch(36, document)
+    results = []
+    for loss in (
+        our_loss(steps.draft, batch, steps.teacher(batch), steps.settings),
+        eager_loss(steps.draft, batch, eager_teacher(steps.target, steps.teacher.layer_ids, batch), steps.settings),
+    ):
+        steps.draft.zero_grad()
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad.clone() for parameter in steps.draft.parameters())])
+    for mine, eager in zip(*results, strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-6)
+
+
+def test_made_up_rows_are_packed():
+    batch = made_up_batch(20, 10, 50)
+    assert batch["position_ids"][0].tolist() == [*range(10)] * 2
+    assert (batch["labels"] != -100)[0].tolist() == [*[False] * 3, *[True] * 7] * 2
+
+
+# ----- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_peak_bytes_are_those_held_at_once():
+    def run():
+        first = torch.empty(1000, dtype=torch.float32)
+        del first
+        second, third = torch.empty(3000, dtype=torch.float32), torch.empty(500, dtype=torch.float32)
+        return second, third
+
+    assert 14_000 <= peak_bytes(run, CPU) <= 14_000 + 256
+
+
+def test_peak_bytes_see_what_a_kernel_holds_inside():
+    """A log-sum-exp makes a copy of its input that no Python hook sees."""
+    scores = torch.randn(50, 2000)
+    assert peak_bytes(lambda: scores.logsumexp(-1), CPU) >= scores.numel() * 4
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[int, list[int]]:
+    """T -> bytes of ours, of ours with checkpoints, of the eager formulation: a vocabulary large beside the width."""
+    steps = steps_for(16_000, 1000, settings=TTTSettings(loss_chunk=64))
+    return {length: rest for length, *rest in memory_table(steps, [128, 256, 512], eager_up_to=256)}
+
+
+def test_memory_grows_with_the_length_and_not_its_square(peaks):
+    for kind in (0, 1):
+        first, second, third = (peaks[length][kind] for length in (128, 256, 512))
+        assert third - second < 2.2 * (second - first) + 100_000
+
+
+def test_memory_is_at_most_half_of_the_eager_formulations(peaks):
+    ours, checkpointed, eager = peaks[256]
+    assert ours <= eager / 2
+    assert checkpointed <= ours
+
+
+def test_lengths_beyond_the_limit_are_not_run_eagerly(peaks):
+    assert peaks[512][2] is None
+
+
+def test_no_tensor_has_the_size_of_rows_by_rows():
+    """Whatever the documents and rows: the largest allocation grows with the length alone."""
+    steps = steps_for(300, 64, settings=TTTSettings(num_steps=3, row_share=0.5, loss_chunk=64))
+    sizes = []
+    for length in (512, 1024):
+        batch = steps.batch(length)
+        taught = steps.teacher(batch)
+        largest = 0
+
+        def note(tensor):
+            nonlocal largest
+            largest = max(largest, tensor.untyped_storage().nbytes())
+            return tensor
+
+        for settings in (steps.settings, replace(steps.settings, row_share=1.0)):
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                our_loss(steps.draft, batch, taught, settings).backward()
+        sizes.append(largest)
+    assert sizes[1] < 2.2 * sizes[0]
+
+
+# ----- time ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_sums_its_parts():
+    ticks = iter(range(100))
+    clock = Clock(CPU, lambda: float(next(ticks)))
+    for _ in range(2):
+        with clock.part("a"), clock.part("b"):
+            pass
+    assert clock.seconds == {"a": 6.0, "b": 2.0}
+
+
+def test_every_form_is_timed_in_all_its_parts():
+    steps = steps_for(300, 64, settings=TTTSettings(num_steps=2))
+    table = time_table(steps, 24, 12, repeats=1)
+    assert set(next(iter(table.values()))) == set(PARTS)
+    for name, parts in table.items():
+        for part, seconds in parts.items():
+            assert (seconds > 0) == (part != "of it target" or name != "from stored features")
+
+
+def test_stored_features_replace_the_targets_run():
+    steps = steps_for(300, 64)
+    batch = steps.batch(12)
+    assert stored(steps.target, steps.teacher, batch)["features"].shape == (1, 12, 3 * 64)
+
+
+# ----- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_memory(capsys):
+    sizes = ["--vocab-size", "900", "--draft-vocab-size", "100", "--hidden-size", "64"]
+    assert main(["cost", *sizes, "--lengths", "16", "32", "--eager-up-to", "16", "--steps", "2"]) == 0
+    *_, first, second = capsys.readouterr().out.strip().splitlines()
+    assert [cell.strip() for cell in first.split("|")][1] == "16"
+    assert second.count("-") == 2
+
+
+def test_the_command_prints_time(capsys, tmp_path):
+    small_target(400, 64).save_pretrained(tmp_path)
+    arguments = ["--draft-vocab-size", "50", "--length", "24", "--document", "12", "--repeats", "1", "--steps", "2"]
+    assert main(["cost", str(tmp_path), *arguments, "--processor-time"]) == 0
+    out = capsys.readouterr().out
+    assert "24 tokens in texts of 12, 2 steps" in out
+    assert "| from stored features |" in out
+    assert "times as long" in out
+
+
+def test_the_command_refuses_a_length_that_holds_no_whole_documents(capsys):
+    assert main(["cost", "--length", "100", "--document", "30"]) == 1
+    assert "--length 100 is no multiple of --document 30" in capsys.readouterr().err
