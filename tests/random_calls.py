@@ -134,7 +134,9 @@ class Call:
 
     def __str__(self) -> str:
         shape = tuple(next(iter(self.inputs.values())).shape[:2])
-        extras = [name for name in ("user_cache", "second_turn", "as_config", "streams", "is_auto") if getattr(self, name)]
+        extras = [
+            name for name in ("user_cache", "second_turn", "as_config", "streams", "is_auto") if getattr(self, name)
+        ]
         extras += [f"{len(self.callbacks)} callbacks"]
         kwargs = {name: value for name, value in self.kwargs.items() if name != "tokenizer"}
         head = f"{self.head} (window {self.window})"

@@ -95,10 +95,16 @@ def test_defaults_spelt_out_are_no_reason(refused):
     assert torch.equal(target.generate(prompt(5), max_new_tokens=4, assistant_model=draft, **spelt), vanilla)
 
 
-def test_synchronised_gpus_of_several_processes(refused, monkeypatch):
-    for name, value in (("is_initialized", True), ("get_world_size", 4)):
-        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    refused("synced_gpus=True in 4 processes", synced_gpus=True)
+@pytest.mark.parametrize("name", ["embedding", "output layer"])
+def test_layers_that_are_spread_over_processes_cannot_be_borrowed(refused, monkeypatch, name):
+    for function, value in (("is_initialized", True), ("get_world_size", 4)):
+        monkeypatch.setattr(torch.distributed, function, lambda value=value: value)
+    target = target_of("llama")
+    layer = target.get_input_embeddings() if name == "embedding" else target.get_output_embeddings()
+    monkeypatch.setattr(layer.weight, "ds_id", 0, raising=False)  # as ZeRO-3 marks what it spreads
+    borrows = {"own_embeddings": name != "embedding", "own_lm_head": name != "output layer"}
+    draft = new_draft(target, half=False, **borrows)
+    refused(f"the {name} of LlamaForCausalLM is spread over 4 processes", draft=draft, synced_gpus=True)
 
 
 def test_what_transformers_itself_refuses_beside_an_assistant():

@@ -22,6 +22,7 @@ from .candidate import Eagle3Candidate
 from .choosing import FURTHEST_AHEAD, TokenEmitter
 from .draft_rows import DraftRows, PromptMedia, forget, join, prompt_rows, ragged_rows
 from .drafting import TreeSettings
+from .peers import peers_of
 from .record import StepRecord
 from .rows import Rows, depth_of
 from .sizing import TreeSizer, ranks_on_path, sizer_of
@@ -43,6 +44,7 @@ class SpeculativeDecoding:
             hands to a decoding method.
         settings: Size of the tree, or its limits.
         ability: What the target can verify.
+        synced_gpus: Other processes of torch.distributed take part in every forward.
         clock: Seconds, from any start.
     """
 
@@ -58,6 +60,7 @@ class SpeculativeDecoding:
         model_kwargs: dict[str, Any],
         settings: TreeSettings,
         ability: Ability = TREE,
+        synced_gpus: bool = False,
         clock: Callable[[], float] = perf_counter,
     ):
         self.draft = draft
@@ -68,7 +71,8 @@ class SpeculativeDecoding:
         self._size: TreeSettings | None = None  # of this round's trees
         self._fed = self._rounds = 0  # rows that the draft was fed in this round; rounds
         self.stats = SpeculationStats()
-        self.target = TargetRun(target, generation_config, model_kwargs, ability)
+        peers = peers_of(target, draft, input_ids, synced_gpus)
+        self.target = TargetRun(target, generation_config, model_kwargs, ability, peers)
         self._model = target
         self._prompt_mask = model_kwargs.get("attention_mask")
         self._rope_limits = rope_limits(target)
@@ -103,6 +107,8 @@ class SpeculativeDecoding:
                 self._rows.complete()
             finally:
                 self.target.finish()
+        if self.target.peers is not None:
+            self.target.peers.see_off()
         self.tokens.finish()
         self.stats.emitted = self.tokens.num_emitted
         spent = self._clock() - start - self._prefill_seconds

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
-from torch import distributed as dist
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
@@ -231,11 +230,6 @@ def _check_options(config: GenerationConfig, mode_kwargs: dict[str, Any]) -> Non
             "assistant_tokenizer has no meaning with a draft head, which drafts in the target's own tokens: leave it "
             "out (a pipeline that asks for it is content after draft.bind(model))"
         )
-    if mode_kwargs.get("synced_gpus") and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
-            f"synced_gpus=True in {dist.get_world_size()} processes with a draft head is not supported: they would "
-            "have to agree on rounds; generate without assistant_model"
-        )
     if config.cache_implementation == "quantized":
         raise ValueError(
             "cache_implementation='quantized' with a draft head is not supported: quantized entries cannot be rolled "
@@ -311,6 +305,7 @@ def decode(
         model_kwargs,
         settings,
         ability,
+        synced_gpus,
     )
     return run.run()
 

@@ -19,6 +19,7 @@ from . import cache as cache_paths
 from .abilities import TREE, Ability, Way
 from .attentions import KeyColumns
 from .masks import maskable_attention, tree_attention
+from .peers import Peers
 from .snapshots import Snapshot, has_entries, require_restorable
 from .tree import DraftTree
 
@@ -41,6 +42,7 @@ class TargetRun:
         config: The call's generation config.
         model_kwargs: What `generate` hands to a decoding method.
         ability: What the target can verify. Of a chain all rows keep equally much.
+        peers: Other processes that take part in every forward.
 
     Attributes:
         ends: Committed slots of each row: the root of its next tree stands there.
@@ -53,8 +55,10 @@ class TargetRun:
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
         ability: Ability = TREE,
+        peers: Peers | None = None,
     ):
         self.target = target
+        self.peers = peers
         self.ability = ability
         self.ends: list[int] = []
         self.first_end = 0
@@ -221,6 +225,8 @@ class TargetRun:
         inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_nodes if logits is None else logits
+        if self.peers is not None:
+            self.peers.announce()
         return self.target(**inputs, return_dict=True)
 
     def _take_cache(self, used) -> None:
