@@ -27,8 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except (OSError, RuntimeError, ValueError) as error:
-        print(f"eagle3-hf {arguments.command}: {error}", file=sys.stderr)
+        print(f"eagle3-hf {arguments.command}: {_named(error, arguments)}", file=sys.stderr)
         return 1
+
+
+def _named(error: Exception, arguments: argparse.Namespace) -> str:
+    """The message, with the name of the target where transformers leaves it out: there is no network."""
+    model = getattr(arguments, "model", None)
+    if model is None or not str(error).startswith("We couldn't connect"):
+        return str(error)
+    return f"{model} is no folder here, and as a Hub id: {error}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -131,7 +131,12 @@ def _check_index(path, config: dict[str, Any], names: set[str]) -> None:
 
 def _file(path, name: str, hub: dict[str, Any]) -> str | None:
     """A file of the folder or repository, downloaded if need be; `None` when it is not there."""
-    return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+    try:
+        return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+    except OSError as error:
+        if str(path) in str(error):
+            raise
+        raise OSError(f"{path} is no folder here, and as a Hub id: {error}") from error  # no network: no name
 
 
 def _optional_file(path, name: str, hub: dict[str, Any]) -> str | None:
@@ -180,6 +185,10 @@ def _read_config(path, hub: dict[str, Any]) -> dict[str, Any]:
 
 def _in_its_place(path) -> str:
     """A guess at what a folder without a config is."""
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        merged = os.path.join(path, "merged")
+        where = f"merged in, {merged}" if os.path.isdir(merged) else "merged in (merge_and_unload of peft)"
+        return f"it holds adapters of a head; pass the head with them {where}"
     checkpoints = [name for name in os.listdir(path) if re.fullmatch(r"checkpoint-\d+", name)]
     if checkpoints:
         last = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]))

@@ -126,8 +126,10 @@ def offsets_from_file(d2t: Tensor, t2d: Tensor | None, vocab_size: int, draft_vo
     Raises:
         ValueError: neither, in the words of [`validate`].
     """
+    # All zero is the first ids where the mask marks just these, and else a map that was never filled in.
+    first = t2d is not None and t2d.nonzero().flatten().tolist() == list(range(draft_vocab_size))
     try:
-        validate(d2t, t2d, vocab_size, draft_vocab_size)
+        validate(d2t, t2d, vocab_size, draft_vocab_size, allow_identity=first)
     except ValueError as error:
         if not _could_be_ids(d2t, vocab_size, draft_vocab_size):
             raise

@@ -766,6 +766,17 @@ def test_a_folder_of_checkpoints_is_told_apart(tmp_path):
     )
 
 
+def test_a_folder_of_adapters_is_told_apart(tmp_path):
+    """`eagle3-hf train --lora_r` leaves such a one; its checkpoints hold adapters too."""
+    published_folder(tmp_path / "checkpoint-90")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert refusal(tmp_path).endswith(
+        "it holds adapters of a head; pass the head with them merged in (merge_and_unload of peft)"
+    )
+    published_folder(tmp_path / "merged")
+    assert refusal(tmp_path).endswith("it holds adapters of a head; pass the head with them merged in, FOLDER/merged")
+
+
 def test_paths_that_are_no_folder(tmp_path):
     folder = published_folder(tmp_path)
     file = folder / "model.safetensors"

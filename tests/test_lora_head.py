@@ -11,7 +11,7 @@ from chats import chat_tokenizer, tiny_target
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.training.data import prepare_dataset
 from eagle3_hf.training.store import StoredFeatures, write_features
-from training_runs import StopAfter, assert_same_weights, chats, history, trainer_for, weights
+from training_runs import StopAfter, assert_same_weights, chats, history, new_draft, trainer_for, weights
 
 
 # peft asks transformers for this alias; nothing of ours does.
@@ -154,6 +154,13 @@ def test_stored_features_train_adapters_too(target, rows, head, tmp_path):
     for trainer in runs:
         trainer.train()
     torch.testing.assert_close(*(history(trainer, "loss") for trainer in runs), rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_without_a_vocabulary_is_refused(target, rows, tmp_path):
+    """It would be built here, and be lost with the process: only the adapters are saved."""
+    draft = get_peft_model(new_draft(target), LoraConfig(target_modules="all-linear"))
+    with pytest.raises(ValueError, match="no draft vocabulary yet, and adapters are saved without one"):
+        trainer_for(target, rows, tmp_path, draft=draft)
 
 
 def test_a_task_type_is_refused(target, rows, head, tmp_path):

@@ -268,6 +268,16 @@ def test_texts_to_ask_about():
         about_texts(Dataset.from_list([{"prompt": "x"}]), ["{text}"])
 
 
+def test_texts_of_every_shape_and_of_odd_rows():
+    completions = Dataset.from_list([{"prompt": "Write.", "completion": "Text."}])
+    assert about_texts(completions, ["{text}!"])["prompt"][:] == ["Text.!"]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    odd = {"role": None, "content": "x"}
+    chats = [turns("Write.", "Text."), [{"role": "user", "content": "x"}, call], [odd]]
+    rows = Dataset.from_list([{"messages": messages} for messages in chats])
+    assert about_texts(rows, ["{text}!"])["prompt"][:] == ["Text.!"]
+
+
 def test_chats_about_texts(writer, tmp_path, uninterrupted):
     texts = tmp_path / "texts.jsonl"
     texts.write_bytes(uninterrupted)

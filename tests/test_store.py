@@ -12,9 +12,10 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from torch import nn
 
 from eagle3_hf.features import FeatureReader
-from eagle3_hf.training import store, stored
+from eagle3_hf.training import output_layer, store, stored
 from eagle3_hf.training.store import StoredFeatures, projected_bytes, write_features
 from eagle3_hf.training.teacher import Teacher
 from eagle3_hf.ttt.loss import IGNORE_INDEX
@@ -326,6 +327,39 @@ def test_a_store_of_something_else_is_refused(target, written, options, message)
     with pytest.raises(ValueError, match=message):
         write(target, written, **options)
     assert shards(written) == before
+
+
+def test_a_refused_call_does_not_bind_the_folder(target, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="hidden_states index 40, but LlamaForCausalLM has 4 layers"):
+        write(target, tmp_path, layer_ids=[1, 2, 40])
+    with monkeypatch.context() as patch:
+        patch.setattr(store.shutil, "disk_usage", lambda _: namedtuple("usage", "free")(free=10_000))
+        with pytest.raises(OSError, match="store fewer chats"):
+            write(target, tmp_path)
+    write(target, tmp_path, rows_of(LENGTHS[:2]))
+    assert len(StoredFeatures(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"shard_rows": 0}, "shard_rows is 0"), ({"part": (3, 2)}, r"part is \(3, 2\)")]
+)
+def test_settings_out_of_range(target, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        write(target, tmp_path, **options)
+
+
+def test_first_choices_are_found_some_rows_at_a_time(target, tmp_path, written, monkeypatch):
+    monkeypatch.setattr(output_layer, "_LOGITS", 2 * 320)
+    seen, plain = [], nn.Linear.forward
+
+    def forward(layer, hidden):
+        seen.append(len(hidden) if layer is target.lm_head and hidden.dim() == 2 else 0)
+        return plain(layer, hidden)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    write(target, tmp_path)
+    assert max(seen) == 2
+    assert shards(tmp_path) == shards(written)
 
 
 def test_a_store_of_another_target_is_refused(written):

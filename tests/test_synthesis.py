@@ -214,6 +214,9 @@ def test_the_targets_generation_settings_do_not_bend_its_words(
     monkeypatch.setattr(target.generation_config, "top_k", 1)
     monkeypatch.setattr(target.generation_config, "repetition_penalty", 3.0)
     monkeypatch.setattr(target.generation_config, "temperature", 0.1)
+    for name, value in {"min_p": 0.9, "typical_p": 0.1, "epsilon_cutoff": 0.5, "eta_cutoff": 0.5}.items():
+        monkeypatch.setattr(target.generation_config, name, value)
+    monkeypatch.setattr(target.generation_config, "return_dict_in_generate", True)
     path = tmp_path / "chats.jsonl"
     synthesize(target, tokenizer, path, 10, **SETTINGS)
     assert path.read_bytes() == uninterrupted

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard
 from transformers import TrainerCallback
@@ -12,7 +13,7 @@ from chats import chat_tokenizer, tiny_target
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.training.data import prepare_dataset
 from eagle3_hf.training.tau import MeasureTau, prompt_ids, sample_prompts
-from training_runs import assert_same_weights, chats, history, trainer_for, weights
+from training_runs import assert_same_weights, chats, history, new_draft, trainer_for, weights
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,14 @@ def test_processes_share_the_prompts(target, tokenizer, rows, tmp_path):
     alone = callback.measure(trainer.draft, target)
     shared = [callback.measure(trainer.draft, target, rank, 2) for rank in range(2)]
     assert tuple(map(sum, zip(*shared, strict=True))) == alone
+
+
+def test_an_offloaded_target_measures_too(tokenizer):
+    torch.manual_seed(0)
+    target = tiny_target(tokenizer)
+    callback, draft = MeasureTau([[5, 6, 7]], max_new_tokens=6), new_draft(target, None)
+    expected = callback.measure(draft, target)
+    assert callback.measure(draft.bind(cpu_offload(target, torch.device("cpu"))), target) == expected
 
 
 def test_prompts_of_every_kind(tokenizer):

@@ -13,7 +13,7 @@ from chats import chat_tokenizer, tiny_target
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.cli import main
 from eagle3_hf.commands.train import parse
-from eagle3_hf.training.run import row_prompt
+from eagle3_hf.training.run import make_head, row_prompt
 from eagle3_hf.training.stored import StoredFeatures
 from eagle3_hf.training.trainer import Eagle3Trainer
 from training_runs import chats
@@ -151,6 +151,26 @@ def test_adapters_on_a_published_head(folder, tmp_path):
     assert not torch.equal(load_file(tmp_path / "head" / "model.safetensors")["fc.weight"], merged.fc.weight)
 
 
+def test_a_head_whose_file_names_other_layers(folder, tmp_path):
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    Eagle3DraftModel.from_target(target, draft_vocab=range(200), target_layer_ids=[0, 2]).save_pretrained(tmp_path)
+    arguments = ["--target", str(folder / "target"), "--head", str(tmp_path), "--train_data", "x"]
+    model, _, _ = parse([*arguments, "--target_layer_ids", "0", "1", "--output_dir", str(tmp_path), "--use_cpu"])
+    assert make_head(model, target).config.target_layer_ids == [0, 1]
+
+
+def test_rows_without_an_answer_are_no_prompts(folder, tmp_path):
+    """Rows that are tokens already may have nothing to learn; tau is measured on the others."""
+    rows = [{"input_ids": list(range(5, 15)), "labels": [-100] * 5 + list(range(10, 15))} for _ in range(6)]
+    rows += [{"input_ids": [5, 6, 7, 8], "labels": [-100] * 4} for _ in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = config(folder, tmp_path, train_data=str(tmp_path / "rows.jsonl"), output_dir=str(tmp_path / "out"))
+    assert (
+        main(["train", train, "--max_steps", "1", "--held_out", "0", "--tau_prompts", "10", "--eval_strategy", "no"])
+        == 0
+    )
+
+
 def test_a_target_with_adapters_teaches(folder, tmp_path):
     target = AutoModelForCausalLM.from_pretrained(folder / "target")
     adapted = get_peft_model(target, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -168,12 +188,28 @@ def test_a_target_with_adapters_teaches(folder, tmp_path):
     assert losses[0] != losses[1]
 
 
-def test_a_dry_run_says_what_would_be_done(folder, tmp_path, caplog):
+def test_a_dry_run_says_what_would_be_done(folder, tmp_path, capsys):
     train = config(folder, tmp_path, train_data=str(folder / "chats.jsonl"), output_dir=str(tmp_path / "out"))
     assert main(["train", train, "--dry_run"]) == 0
     assert not list((tmp_path / "out").glob("*.safetensors"))
-    assert "8 rows, 2 a step on 1 process(es), 6 steps of 3 levels" in caplog.text
-    assert "M trained; 0.00 GB with gradients and AdamW's moments" in caplog.text
+    said = capsys.readouterr().out
+    assert "8 rows, 2 a step on 1 process(es), 6 steps of 3 levels" in said
+    assert "M trained; 0.00 GB with gradients and AdamW's moments" in said
+
+
+def test_a_run_of_another_head_is_not_gone_on_with(folder, tmp_path, capsys):
+    """Other options in the folder of an earlier run: refused by name, the checkpoints stay."""
+    out = tmp_path / "out"
+    train = config(folder, tmp_path, train_data=str(folder / "chats.jsonl"), output_dir=str(out))
+    short = ["--max_steps", "2", "--eval_strategy", "no", "--tau_prompts", "0"]
+    assert main(["train", train, *short]) == 0
+    assert "goes on from" not in capsys.readouterr().out
+    assert main(["train", train, *short, "--draft_vocab_size", "150"]) == 1
+    assert f"{out / 'checkpoint-2'} is of a head with draft_vocab_size 200, and this run asks for 150" in (
+        capsys.readouterr().err
+    )
+    assert main(["train", train, *short]) == 0
+    assert f"goes on from {out / 'checkpoint-2'}; for a new run take another output_dir" in capsys.readouterr().out
 
 
 # ----- what is refused -----------------------------------------------------------------------------------------------
@@ -197,9 +233,18 @@ def test_options_and_files(folder, tmp_path):
         ("learnin_rate: 1", [], "learnin_rate is no option of eagle3-hf train; did you mean learning_rate?"),
         ("- 1", [], "a list, not options by name"),
         (None, [], "no such file; options begin with --"),
+        ("", ["--head_config", "{bad"], r"head_config is '{bad', not a JSON object such as .* \(Expecting"),
+        ("", ["--chat_template_kwargs", "[1]"], r"chat_template_kwargs is \[1\], not a JSON object such as"),
         ("", ["--lora_r", "4"], "lora_r trains adapters on a head that exists: name it with head"),
+        (
+            "",
+            ["--head", "x", "--head_config", '{"fc_bias": true}'],
+            "head_config is of a new head, and head names one",
+        ),
         ("", BEST, "metric_for_best_model is eval_tau, but nothing measures it: set tau_prompts"),
         ("", ["--held_out", "10"], "held_out is 10, but .* has 10 chats"),
+        ("empty", [], "empty.jsonl: there are no chats in it"),
+        ("odd", [], "odd.jsonl: no known shape of training data has the columns question"),
         ("store", ["--last_turn_only"], "these rows are tokens already: set them where the chats are encoded"),
         ("", ["--loss_type", "kl", "--step_weights", "1"], "step_weights has 1 weights, but there are 7 steps"),
     ],
@@ -208,6 +253,10 @@ def test_refusals(folder, tmp_path, capsys, lines, extra, message):
     path = tmp_path / "config.yaml"
     if lines == "":
         lines = f"target: {folder / 'target'}\ntrain_data: {folder / 'chats.jsonl'}\noutput_dir: {tmp_path / 'out'}"
+    if lines in ("empty", "odd"):
+        data = tmp_path / f"{lines}.jsonl"
+        data.write_text("" if lines == "empty" else '{"question": "a"}\n')
+        lines = f"target: {folder / 'target'}\ntrain_data: {data}\noutput_dir: {tmp_path / 'out'}"
     if lines == "store":
         assert main(["features", str(folder / "target"), str(folder / "chats.jsonl"), str(tmp_path), "--quiet"]) == 0
         lines = f"target: {folder / 'target'}\ntrain_data: {tmp_path}\nheld_out: 2\noutput_dir: {tmp_path / 'out'}"
@@ -224,6 +273,27 @@ def test_help_names_the_options_of_all_three(capsys):
     assert exit.value.code == 0
     said = capsys.readouterr().out
     assert all(option in said for option in ("--target", "--train_data", "--ttt_steps", "--learning_rate"))
+    assert "--fsdp" not in said
+    assert "--train-data" not in said
+    assert "default: None" not in said
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "--help_all"])
+    assert exit.value.code == 0
+    assert "--fsdp_config" in capsys.readouterr().out
+
+
+def test_a_target_that_is_not_there_is_named_without_a_network(tmp_path, capsys):
+    """Transformers leaves the name out then."""
+    options = ["--train_data", "chats.jsonl", "--output_dir", str(tmp_path)]
+    for words in (["train", "--target", "no-such-target", *options], ["show-mask", "no-such-target", "chats.jsonl"]):
+        assert main(words) == 1
+        assert "no-such-target is no" in capsys.readouterr().err
+
+
+def test_logs_come_often_and_evaluations_do_not(tmp_path):
+    """A short run shows that it learns; evaluations keep transformers' distance."""
+    args = parse(["--target", "t", "--train_data", "d", "--output_dir", str(tmp_path), "--eval_strategy", "steps"])[2]
+    assert (args.logging_steps, args.eval_steps) == (10, 500)
 
 
 @pytest.mark.parametrize("part", ["4/4", "x", "1", "-1/2"])

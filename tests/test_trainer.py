@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import HfArgumentParser, TrainerCallback
+from transformers import HfArgumentParser, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from chats import chat_tokenizer, tiny_target
@@ -113,6 +113,7 @@ def test_stored_rows_are_grouped_by_length_without_reading_features(target, stor
     trainer = trainer_for(target, stored, tmp_path, train_sampling_strategy="group_by_length")
     monkeypatch.setattr(StoredFeatures, "__getitem__", lambda *_: pytest.fail("a row was read"))
     assert sorted(trainer._get_train_sampler()) == list(range(len(stored)))
+    assert sorted(trainer._get_eval_sampler(stored)) == list(range(len(stored)))
 
 
 # ----- the arguments -------------------------------------------------------------------------------------------------
@@ -153,6 +154,11 @@ def test_hf_argument_parser_reads_them(tmp_path):
     assert args.ttt_settings(training=False) == replace(settings, row_share=1.0)
 
 
+CHECKPOINTING = next(  # its name in later versions, and in earlier ones
+    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
+)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -162,6 +168,9 @@ def test_hf_argument_parser_reads_them(tmp_path):
         ("max_length", 2, "at least 3 .*, got 2"),
         ("loss_type", "mse", "loss_type must be one of"),
         ("step_weights", [1.0], "1 weights, but there are 3 steps"),
+        (CHECKPOINTING, True, "for a head set checkpoint_ttt_steps"),
+        ("neftune_noise_alpha", 5.0, "a head's input is its target's"),
+        ("label_smoothing_factor", 0.1, "a head learns its target's distribution"),
     ],
 )
 def test_impossible_arguments_are_refused(tmp_path, field, value, message):
@@ -390,6 +399,26 @@ def test_interrupted_and_resumed_equals_uninterrupted(target, rows, stored, tmp_
     assert_same_weights(weights(second.model), weights(whole.model), atol=0)
 
 
+def test_rows_grouped_by_length_come_in_the_order_of_their_epoch_when_resumed(target, rows, tmp_path):
+    options = {"per_device_train_batch_size": 2, "train_sampling_strategy": "group_by_length"}
+    options |= {"max_steps": 10, "save_strategy": "steps", "save_steps": 5}  # 4 steps an epoch
+    whole = trainer_for(target, rows, tmp_path / "whole", **options)
+    whole.train()
+    first = trainer_for(target, rows, tmp_path / "parts", **options)
+    first.add_callback(StopAfter(5))
+    first.train()
+    second = trainer_for(target, rows, tmp_path / "parts", **options)
+    second.train(resume_from_checkpoint=True)
+    assert history(second, "loss") == history(whole, "loss")
+    sampler = whole._get_train_sampler()
+    orders = []
+    for epoch in (0, 1, 1):
+        sampler.set_epoch(epoch)
+        torch.rand(7)
+        orders.append(list(sampler))
+    assert orders[0] != orders[1] == orders[2]
+
+
 def test_fewer_rows_train_on_other_rows_every_batch(target, rows, tmp_path):
     """The control of the test above: with another state of the generator the losses differ."""
     runs = []
@@ -502,6 +531,20 @@ def test_stored_rows_without_anything_to_learn_are_refused(target, tmp_path):
         trainer_for(target, StoredFeatures(tmp_path / "store"), tmp_path)
 
 
+def test_chats_to_evaluate_on_may_come_later(target, tokenizer, tmp_path):
+    data = Dataset.from_list(chats(6))
+    trainer = trainer_for(target, data, tmp_path, tokenizer, eval_dataset=data, packing=True, max_length=64)
+    loss = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(loss)
+    assert trainer.evaluate({"a": data})["eval_a_loss"] == pytest.approx(loss)
+
+
+def test_several_splits_to_train_on_are_refused(target, tokenizer, tmp_path):
+    splits = {"train": chats(6), "test": chats(2)}
+    with pytest.raises(ValueError, match=r"train_dataset has the splits train, test: pass one of them"):
+        trainer_for(target, splits, tmp_path, tokenizer)
+
+
 def test_chats_without_a_tokenizer_and_rows_without_labels_are_refused(target, tmp_path):
     with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
         trainer_for(target, chats(), tmp_path)
@@ -540,7 +583,7 @@ torch.manual_seed(0)
 target = tiny_target(tokenizer)
 rows = prepare_dataset(chats(), tokenizer, max_length=None)
 trainer = trainer_for(target, rows, Path(sys.argv[1]), tokenizer, eval_dataset=rows, max_steps=2,
-                      per_device_train_batch_size=4, per_device_eval_batch_size=4, ddp_backend="gloo")
+                      per_device_train_batch_size=4, per_device_eval_batch_size=3, ddp_backend="gloo")
 assert trainer.args.world_size == 2
 gradients = Gradients()
 trainer.add_callback(gradients)

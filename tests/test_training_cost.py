@@ -163,12 +163,15 @@ def test_the_command_prints_memory(capsys):
 
 def test_the_command_prints_time(capsys, tmp_path):
     small_target(400, 64).save_pretrained(tmp_path)
-    arguments = ["--draft-vocab-size", "50", "--length", "24", "--document", "12", "--repeats", "1", "--steps", "2"]
-    assert main(["cost", str(tmp_path), *arguments, "--processor-time"]) == 0
+    arguments = ["--length", "24", "--document", "12", "--repeats", "1", "--steps", "2"]
+    assert main(["cost", str(tmp_path), *arguments, "--processor-time", "--draft-vocab-size", "50"]) == 0
     out = capsys.readouterr().out
     assert "24 tokens in texts of 12, 2 steps" in out
     assert "| from stored features |" in out
     assert "times as long" in out
+    assert main(["cost", str(tmp_path), *arguments]) == 0  # a draft vocabulary as large as the target's
+    assert main(["cost", str(tmp_path), "--document", "0"]) == 1
+    assert "--length 2048 is no multiple of --document 0" in capsys.readouterr().err
 
 
 def test_the_command_refuses_a_length_that_holds_no_whole_documents(capsys):

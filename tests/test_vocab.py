@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3_hf.vocab import build_draft_vocab, coverage, ids_from_offsets, offsets_and_mask, validate
+from eagle3_hf.vocab import (
+    build_draft_vocab,
+    coverage,
+    ids_from_offsets,
+    offsets_and_mask,
+    offsets_from_file,
+    validate,
+)
 
 
 def test_most_frequent_ids_ascending_ties_by_smaller_id():
@@ -108,6 +115,15 @@ def test_validate_names_the_problem(d2t, t2d, message):
 
 def test_zero_offsets_are_the_identity_of_a_full_vocabulary():
     validate(torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool), 8, 8)
+
+
+def test_zero_offsets_are_the_first_ids_where_the_mask_says_so():
+    """What `set_draft_vocab(range(3))` saves; a map that was never filled in marks nothing."""
+    d2t = torch.zeros(3, dtype=torch.int64)
+    assert offsets_from_file(d2t, torch.arange(5) < 3, 5, 3)[0].tolist() == [0, 0, 0]
+    for t2d in (None, torch.zeros(5, dtype=torch.bool), torch.arange(5) > 1):
+        with pytest.raises(ValueError, match="d2t is all zero"):
+            offsets_from_file(d2t, t2d, 5, 3)
 
 
 def test_coverage():

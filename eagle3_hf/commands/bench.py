@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .help import Defaults
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure speed-up and acceptance of a head, or the cost of a round",
         description="Plain and assisted decoding in turn on questions; with --round-cost, medians of single rounds.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     parser.add_argument("model", metavar="MODEL", help="target: a local folder or a Hub id")
     parser.add_argument("head", metavar="HEAD", help="draft head: a local folder or a Hub id; `random` for a new one")

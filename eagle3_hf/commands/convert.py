@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .help import Defaults
 from .settings import add_settings, fields
 
 
@@ -15,7 +16,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="write a head in the layout that a serving engine loads",
         description="Load a head of any layout and write it for one engine, or in our own layout. What the engine "
         "cannot express is refused by name, before anything is written.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     parser.add_argument("head", metavar="HEAD", help="draft head: a local folder or a Hub id")
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write to")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from .help import Defaults
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
@@ -11,7 +13,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="measure memory and time of a training step",
         description="Peak memory of a training step against its length, on a small model with a large vocabulary; or, "
         "with MODEL, the time of a step on a packed row. Both beside the eager formulation of the same loss.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help="target to time: a local folder or a Hub id")
     parser.add_argument("--steps", type=int, default=7, help="of training-time test")
@@ -37,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from eagle3_hf.evaluation.training_cost import Steps, small_target
     from eagle3_hf.ttt.settings import TTTSettings
 
-    if arguments.length % arguments.document:
+    if arguments.document < 1 or arguments.length % arguments.document:
         raise ValueError(f"--length {arguments.length} is no multiple of --document {arguments.document}")
     settings = TTTSettings(num_steps=arguments.steps)
     target: PreTrainedModel
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         target = AutoModelForCausalLM.from_pretrained(arguments.model)
     target = target.to(arguments.device, torch.float32 if arguments.float32 else torch.bfloat16)
-    ids = torch.randperm(target.config.get_text_config().vocab_size)[: arguments.draft_vocab_size]
+    ids = torch.randperm(target.config.get_text_config().vocab_size)[: arguments.draft_vocab_size].sort().values
     draft = Eagle3DraftModel.from_target(target, draft_vocab=ids).to(arguments.device)
     steps = Steps(target, draft, settings, autocast=not arguments.float32)
     if arguments.model is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # Options of one of the two jobs, refused with the other.
 _FOR_PROMPTS = ("split", "about", "server", "model_name", "concurrency", "timeout", "request_extra")
 _FOR_OWN_CHATS = ("num_chats", "seeds", "max_user_tokens", "top_p")
+_FOR_SERVERS = ("concurrency", "timeout", "request_extra")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,20 +73,35 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.prompts is None) == (arguments.num_chats is None):
         raise ValueError("pass --prompts (answer a dataset) or --num-chats (write chats), one of the two")
     job, unused = ("--num-chats", _FOR_PROMPTS) if arguments.prompts is None else ("--prompts", _FOR_OWN_CHATS)
-    meaningless = [name for name in unused if getattr(arguments, name) is not None]
-    if meaningless:
-        flags = ", ".join("--" + name.replace("_", "-") for name in meaningless)
-        raise ValueError(f"{flags}: of no meaning with {job}")
+    _refuse(arguments, unused, f"with {job}")
+    if arguments.server is None:
+        _refuse(arguments, _FOR_SERVERS, "without --server")
     if not arguments.output.absolute().parent.is_dir():
         raise FileNotFoundError(f"the folder of {arguments.output} does not exist; create it first")
     written = _write_chats(arguments) if arguments.prompts is None else _answer_prompts(arguments)
-    print(f"{written} chats written to {arguments.output}")
+    print(f"{written} chats written to {arguments.output}{_in_all(arguments.output)}")
     return 0
+
+
+def _in_all(output: Path) -> str:
+    if not output.is_file():  # other processes are not done
+        return ""
+    with output.open(encoding="utf-8") as file:
+        return f", which holds {sum(1 for _ in file)} in all"
+
+
+def _refuse(arguments: argparse.Namespace, options: Sequence[str], where: str) -> None:
+    given = [name for name in options if getattr(arguments, name) is not None]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{flags}: of no meaning {where}")
 
 
 def _write_chats(arguments: argparse.Namespace) -> int:
     # Before the target is loaded: a mistyped file name shall not cost a minute.
     seeds = arguments.seeds.read_text(encoding="utf-8").splitlines() if arguments.seeds else []
+    if arguments.seeds and not any(line.strip() for line in seeds):
+        raise ValueError(f"{arguments.seeds} is empty: write a beginning of a user turn on each line")
     if _part()[1] > 1:
         raise ValueError("one process writes the chats of --num-chats; several can share --prompts")
 
@@ -110,7 +127,10 @@ def _write_chats(arguments: argparse.Namespace) -> int:
 
 
 def _answer_prompts(arguments: argparse.Namespace) -> int:
-    about = arguments.about.read_text(encoding="utf-8").splitlines() if arguments.about else []
+    lines = arguments.about.read_text(encoding="utf-8").splitlines() if arguments.about else []
+    about = [line.replace("\\n", "\n") for line in lines if line.strip()]
+    if arguments.about and not about:
+        raise ValueError(f"{arguments.about} is empty: write a user turn with {{text}} on each line")
 
     from eagle3_hf.training.regeneration import Regeneration
     from eagle3_hf.training.writing import WritingSettings
@@ -130,7 +150,7 @@ def _answer_prompts(arguments: argparse.Namespace) -> int:
         settings,
         batch_size=arguments.batch_size,
         part=_part(),
-        about=[line.replace("\\n", "\n") for line in about if line.strip()],
+        about=about,
         split=arguments.split,
     )
     if not regeneration.pending:  # no target need be loaded

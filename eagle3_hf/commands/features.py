@@ -8,6 +8,8 @@ import os
 import shutil
 from pathlib import Path
 
+from .help import Defaults
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
@@ -16,7 +18,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Run a target over chats and store its features, to train from with `eagle3-hf train "
         "--train_data OUT`. The size is printed first. An interrupted run goes on when started again; under "
         "`accelerate launch` or torchrun each process writes its share.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     parser.add_argument("model", metavar="MODEL", help="target: a local folder or a Hub id, with its chat template")
     parser.add_argument("data", metavar="DATA", help="chats: file, folder, or Hub id (name:split[:1000])")

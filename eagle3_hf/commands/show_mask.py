@@ -8,6 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .help import Defaults
+
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -19,7 +21,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="show which tokens of a dataset are learnt",
         description="Encode a dataset as the trainer would and show some of its chats: what is learnt is green on a "
         "terminal, else between [[ and ]]. Counts of the whole dataset follow.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     parser.add_argument("model", metavar="MODEL", help="target (its tokenizer is enough): a local folder or a Hub id")
     parser.add_argument("data", metavar="DATASET", help="file, folder, or Hub id (name:split[:1000])")
@@ -49,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
         last_turn_only=arguments.last_turn_only,
         mask_reasoning=arguments.mask_reasoning,
     )
-    for number in _numbers(encoded, arguments):
+    numbers = _numbers(encoded, arguments)
+    if not numbers and not arguments.empty:
+        raise ValueError(f"there is no chat {arguments.first}: {arguments.data} has {len(encoded)}, the first is 0")
+    for number in numbers:
         _show(number, encoded[number], tokenizer)
     print(MaskSummary.of(encoded, arguments.max_length))
     return 0

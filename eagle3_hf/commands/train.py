@@ -5,11 +5,41 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .help import OneSpelling
 
+
+# The many options of TrainingArguments that `--help` shows; `--help_all` shows the rest too.
+_OFTEN = [
+    "output_dir",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "max_grad_norm",
+    "bf16",
+    "eval_strategy",
+    "eval_steps",
+    "save_steps",
+    "save_total_limit",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+    "logging_steps",
+    "report_to",
+    "push_to_hub",
+    "hub_model_id",
+    "seed",
+    "dataloader_num_workers",
+    "use_cpu",
+]
 _NO_PREFIX = "\0"  # everything after `train` is for HfArgumentParser, options too
 
 
@@ -26,10 +56,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     model, data, args = parse(arguments.words)
+    arguments.model = model.target  # as of the other commands
 
     from eagle3_hf.training.run import train_head
 
-    trainer = train_head(model, data, args)
+    trainer = train_head(model, data, args, say=partial(print, flush=True))
     if not data.dry_run and trainer.is_world_process_zero():
         print(f"the head is in {args.output_dir}")
     return 0
@@ -37,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
     """Model, data and training arguments from options, or from a yaml or json file whose values options override."""
-    from transformers import HfArgumentParser
+    from transformers import HfArgumentParser, TrainingArguments
 
     from eagle3_hf.training.arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
 
@@ -47,13 +78,31 @@ def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
         prog="eagle3-hf train",
         usage="%(prog)s [CONFIG.yaml | CONFIG.json] [OPTIONS]",
         description="Train an EAGLE-3 head. Options are those of TrainingArguments and the ones below; a file gives "
-        "them by the same names, and options beside it win. The same command resumes an interrupted run.",
+        "them by the same names, and options beside it win. The same command resumes an interrupted run. A switch "
+        "that is on is switched off by --no_NAME.",
+        formatter_class=OneSpelling,
     )
     options = list(words)
+    if "--help_all" in options:
+        parser.print_help()
+        raise SystemExit(0)
+    _shorten_help(parser, TrainingArguments.__dataclass_fields__)
     if options and not options[0].startswith("-"):
         _set_defaults(parser, options.pop(0))
     model, data, args = parser.parse_args_into_dataclasses(options, look_for_args_file=False)
     return model, data, args
+
+
+def _shorten_help(parser: argparse.ArgumentParser, inherited: Collection[str]) -> None:
+    """Hide what few runs need; the options that are ours come first."""
+    often = parser.add_argument_group("those of TrainingArguments that are used most (--help_all shows all of them)")
+    for action in list(parser._optionals._group_actions):
+        negated = action.option_strings[0].startswith("--no_")
+        if negated or (action.dest in inherited and action.dest not in _OFTEN):
+            action.help = argparse.SUPPRESS
+        elif action.dest in inherited:
+            parser._optionals._group_actions.remove(action)
+            often._group_actions.append(action)
 
 
 def _set_defaults(parser: argparse.ArgumentParser, path: str) -> None:

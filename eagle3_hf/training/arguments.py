@@ -8,6 +8,19 @@ from transformers import TrainingArguments
 from ..ttt.settings import ATTENTIONS, LOSS_TYPES, TTTSettings
 
 
+def _fields(name: str, value: dict | str | None) -> dict | None:
+    """Fields by name; JSON where they come from a command line."""
+    problem = ""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            problem = f" ({error})"
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f'{name} is {value!r}, not a JSON object such as {{"name": 2}}{problem}')
+    return value
+
+
 @dataclass
 class Eagle3TrainingArguments(TrainingArguments):
     """`TrainingArguments` with the paper's defaults (AdamW 5e-5, betas 0.9/0.95, clip 0.5) and these fields.
@@ -69,6 +82,10 @@ class Eagle3TrainingArguments(TrainingArguments):
     vocab_cache: str | None = field(
         default=None, metadata={"help": "Folder that keeps counted draft vocabularies between runs."}
     )
+    logging_steps: float = field(default=10, metadata={"help": "Steps between two logs."})
+    eval_steps: float | None = field(
+        default=500, metadata={"help": "Steps between evaluations (eval_strategy steps)."}
+    )
     learning_rate: float = field(default=5e-5, metadata={"help": "Peak learning rate."})
     adam_beta2: float = field(default=0.95, metadata={"help": "Second beta of AdamW."})
     max_grad_norm: float = field(default=0.5, metadata={"help": "Gradient norm to clip at."})
@@ -84,11 +101,21 @@ class Eagle3TrainingArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"  # torch would warn
-        if isinstance(self.chat_template_kwargs, str):
-            self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
+        self.chat_template_kwargs = _fields("chat_template_kwargs", self.chat_template_kwargs)
         self.ttt_settings()  # refuses what means nothing
+        self._refuse_what_heads_have_not()
         if self.max_length < 3:
             raise ValueError(f"max_length must be at least 3 (two tokens and one to learn), got {self.max_length}")
+
+    def _refuse_what_heads_have_not(self) -> None:
+        reasons = {
+            "gradient_checkpointing": "it is of whole models; for a head set checkpoint_ttt_steps",
+            "label_smoothing_factor": "a head learns its target's distribution, not labels",
+            "neftune_noise_alpha": "a head's input is its target's, without noise",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)}, but {reason}")
 
     def ttt_settings(self, training: bool = True) -> TTTSettings:
         """What the draft's forward is told; evaluation runs on every row.
@@ -117,7 +144,8 @@ class ModelArguments:
         target: Local folder or Hub id.
         head: A head to train further, of any published layout; without it a new one is made.
         draft_vocab_size: Tokens that a new head can propose; at most the target's.
-        target_layer_ids: `hidden_states` indices that a new head reads (default: the reference's rule).
+        target_layer_ids: `hidden_states` indices that the head reads (default: those that `head` names, or the
+            reference's rule).
         head_config: Other fields of a new head's config, as JSON: `{"num_hidden_layers": 2}`.
         warm_start: Copy from the target what fits; else a new head starts at random.
         dtype: Of the target.
@@ -133,7 +161,7 @@ class ModelArguments:
     head: str | None = field(default=None, metadata={"help": "A head to train further (default: a new one)."})
     draft_vocab_size: int = field(default=32000, metadata={"help": "Tokens that a new head can propose."})
     target_layer_ids: list[int] | None = field(
-        default=None, metadata={"help": "hidden_states indices that a new head reads."}
+        default=None, metadata={"help": "hidden_states indices that the head reads."}
     )
     head_config: dict | str | None = field(
         default=None, metadata={"help": 'Other fields of a new head, as JSON: {"num_hidden_layers": 2}.'}
@@ -151,8 +179,9 @@ class ModelArguments:
     )
 
     def __post_init__(self):
-        if isinstance(self.head_config, str):
-            self.head_config = json.loads(self.head_config)
+        self.head_config = _fields("head_config", self.head_config)
+        if self.head is not None and self.head_config:
+            raise ValueError("head_config is of a new head, and head names one that exists: leave one of them out")
         if self.lora_r and self.head is None:
             raise ValueError("lora_r trains adapters on a head that exists: name it with head")
 

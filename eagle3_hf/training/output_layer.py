@@ -91,15 +91,23 @@ class OutputLayer:
             self._is_plain = torch.equal(self._process(probe).to(probe), probe)
         return raw if self._is_plain else self._process(raw)
 
+    def choices(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's first choices (n,) from inputs (n, Ht) of its output layer."""
+        layer = call_at_home(self.layer, compute_dtype(self.target))
+        return torch.cat([layer(rows)[..., : self._width].max(-1).indices for rows in self._some_rows(hidden)])
+
+    def _some_rows(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return hidden.split(max(1, _LOGITS // max(self._width or 1, 1)))
+
     def _columns(self, hidden: torch.Tensor, layer: Callable) -> tuple[torch.Tensor, torch.Tensor]:
         """Raw logits (n, D) and argmax over the whole vocabulary (n,), some rows at a time.
 
         What targets do to their logits keeps their order, so the raw argmax is the target's.
         """
         ids, parts = self.draft_ids.to(hidden.device), []
-        for rows in hidden.split(max(1, _LOGITS // max(self._width or 1, 1))):
+        for rows in self._some_rows(hidden):
             full = layer(rows[None])[0, :, : self._width]
-            parts.append((full[:, ids.to(full.device)], full.max(-1).indices))
+            parts.append((full[:, ids.to(full.device)], full.max(-1).indices))  # faster than argmax on a CPU
         columns, choices = (torch.cat(part) for part in zip(*parts, strict=True))
         return columns, choices
 

@@ -280,8 +280,7 @@ def about_texts(chats: Dataset, templates: Sequence[str], seed: int = 0) -> Data
         if "{text}" not in template:
             raise ValueError(f"the template {template[:80]!r} has no {{text}} for the text to ask about")
     shape = recognise(chats.column_names)
-    messages = [read_example(row, shape).messages for row in chats]
-    texts = [str(turns[-1]["content"]) for turns in messages if turns and turns[-1].get("role") == "assistant"]
+    texts = [text for row in chats if (text := _last_answer(row, shape)) is not None]
     if not texts:
         raise ValueError("no chat ends with an answer, so there is no text to ask about: write some first")
     prompts = []
@@ -290,6 +289,18 @@ def about_texts(chats: Dataset, templates: Sequence[str], seed: int = 0) -> Data
         filled = pieces[0] + "".join(texts[(i + j) % len(texts)] + piece for j, piece in enumerate(pieces[1:]))
         prompts.append({"prompt": filled})
     return Dataset.from_list(prompts)
+
+
+def _last_answer(row: Mapping[str, Any], shape: str) -> str | None:
+    """What a chat ends with; `None` where that is no answer in words, or the row cannot be read."""
+    try:
+        example = read_example(row, shape)
+    except ValueError:
+        return None
+    if not example.messages:
+        return example.text or None
+    last = example.messages[-1]
+    return last.get("content") if last.get("role") == "assistant" else None
 
 
 def _size(chat: Conversation) -> int:

@@ -1,5 +1,6 @@
 """A whole training run, from data to a saved head with its card; run again, it goes on where it stopped."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 from transformers.utils import logging
 
+from ..configuration_eagle3 import Eagle3DraftConfig
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..ttt.loss import IGNORE_INDEX
 from .arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
 from .checkpoints import last_whole_checkpoint
-from .packing import PackedDataset
+from .packing import PackedDataset, only_labels
 from .sources import load_chats
 from .stored import StoredFeatures
 from .tau import MeasureTau, sample_prompts
@@ -21,14 +23,18 @@ from .trainer import Eagle3Trainer
 
 logger = logging.get_logger(__name__)
 
+_SHAPE = ("draft_vocab_size", "target_layer_ids", "hidden_size", "intermediate_size", "num_hidden_layers")
 MERGED = "merged"  # folder of the head with its adapters merged in, beside the adapters
 
 
-def train_head(model: ModelArguments, data: DataArguments, args: Eagle3TrainingArguments) -> Eagle3Trainer:
+def train_head(
+    model: ModelArguments, data: DataArguments, args: Eagle3TrainingArguments, say: Callable[[str], None] = logger.info
+) -> Eagle3Trainer:
     """Prepare the data, load the target, make or load the head, train, evaluate, save with a card, push where asked.
 
     `args.output_dir` holds the checkpoints and in the end the head (adapters, with `lora_r`, and the head with them
-    merged in, in `merged`). Where it has checkpoints, the run goes on from the last that is whole.
+    merged in, in `merged`). Where it has checkpoints, the run goes on from the last that is whole. `say` is told what
+    is about to be done, in the first process.
 
     Returns:
         The trainer, done; before its first step with `data.dry_run`.
@@ -59,18 +65,23 @@ def train_head(model: ModelArguments, data: DataArguments, args: Eagle3TrainingA
     if data.tau_prompts:
         held_out = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
         chats = held_out.dataset if isinstance(held_out, PackedDataset) else held_out
-        rows = sample_prompts(chats, data.tau_prompts, args.seed)
+        rows = [chats[i] for i in sample_prompts(_taught(chats), data.tau_prompts, args.seed)]
         trainer.add_callback(MeasureTau([row_prompt(row) for row in rows], max_new_tokens=data.tau_new_tokens))
-    for line in plan(trainer):
-        logger.warning(line) if data.dry_run else logger.info(line)
+    if trainer.is_world_process_zero():
+        say("\n".join(plan(trainer)))
     if not data.dry_run:
-        _train_and_save(trainer, model)
+        _train_and_save(trainer, model, say)
     return trainer
 
 
-def _train_and_save(trainer: Eagle3Trainer, model: ModelArguments) -> None:
+def _train_and_save(trainer: Eagle3Trainer, model: ModelArguments, say: Callable[[str], None]) -> None:
     args = trainer.args
-    result = trainer.train(args.resume_from_checkpoint or last_whole_checkpoint(args.output_dir))
+    checkpoint = args.resume_from_checkpoint or last_whole_checkpoint(args.output_dir)
+    if isinstance(checkpoint, str):
+        refuse_other_head(Path(checkpoint), trainer.model.config)
+        if trainer.is_world_process_zero():
+            say(f"goes on from {checkpoint}; for a new run take another output_dir")
+    result = trainer.train(checkpoint)
     trainer.save_metrics("train", result.metrics)
     if trainer.eval_dataset is not None:
         metrics = trainer.evaluate()
@@ -124,13 +135,29 @@ def load_target(model: ModelArguments, args: Eagle3TrainingArguments) -> PreTrai
 def make_head(model: ModelArguments, target: PreTrainedModel) -> Eagle3DraftModel:
     """The head to train further, in float32, or a new one."""
     if model.head is not None:
-        return Eagle3DraftModel.from_pretrained(model.head, dtype=torch.float32)
+        given = {} if model.target_layer_ids is None else {"target_layer_ids": model.target_layer_ids}
+        return Eagle3DraftModel.from_pretrained(model.head, dtype=torch.float32, **given)
     overrides: dict[str, Any] = {"target_name_or_path": model.target, **(model.head_config or {})}  # type: ignore[dict-item]
     if model.target_layer_ids is not None:
         overrides["target_layer_ids"] = model.target_layer_ids
     vocab_size = target.get_input_embeddings().num_embeddings
     size = model.draft_vocab_size if model.draft_vocab_size < vocab_size else None
     return Eagle3DraftModel.from_target(target, draft_vocab_size=size, warm_start=model.warm_start, **overrides)
+
+
+def refuse_other_head(checkpoint: Path, config: Any) -> None:
+    """Raise ValueError where a run's checkpoint is of a head of another shape than the one to train."""
+    file = checkpoint / "config.json"
+    if not file.is_file():  # adapters
+        return
+    saved = Eagle3DraftConfig.from_pretrained(checkpoint)
+    for name in _SHAPE:
+        before, now = getattr(saved, name), getattr(config, name)
+        if before != now:
+            raise ValueError(
+                f"{checkpoint} is of a head with {name} {before}, and this run asks for {now}: take the options of "
+                "that run to go on with it, or another output_dir for a new one"
+            )
 
 
 def with_adapters(draft: Eagle3DraftModel, model: ModelArguments) -> Eagle3DraftModel | PeftModel:
@@ -144,6 +171,12 @@ def with_adapters(draft: Eagle3DraftModel, model: ModelArguments) -> Eagle3Draft
     )
     adapted: Any = get_peft_model(draft, config)
     return adapted
+
+
+def _taught(chats: Any) -> list[int]:
+    """Indices of the tokenised chats that have an answer; rows that were tokens from the first may have none."""
+    labels = enumerate(only_labels(chats))
+    return [i for i, row in labels if bool((torch.as_tensor(row["labels"]) != IGNORE_INDEX).any())]
 
 
 def row_prompt(row: Any) -> torch.Tensor:

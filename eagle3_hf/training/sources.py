@@ -41,9 +41,16 @@ def load_chats(source: Source, *, split: str | None = None) -> Dataset:
     if isinstance(chats, Mapping):
         chats = _one_split(chats, split)
     if len(chats) == 0:
-        raise ValueError("there are no chats to train on: the file or dataset is empty")
-    recognise(chats.column_names)
+        raise ValueError(f"{_name(source)}: there are no chats in it, the file or dataset is empty")
+    try:
+        recognise(chats.column_names)
+    except ValueError as error:
+        raise ValueError(f"{_name(source)}: {error}") from None
     return chats
+
+
+def _name(source: Source) -> str:
+    return os.fspath(source) if isinstance(source, (str, os.PathLike)) else f"this {type(source).__name__}"
 
 
 def _load(source: Source, split: str | None) -> Dataset | Mapping[str, Dataset]:

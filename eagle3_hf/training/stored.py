@@ -68,7 +68,8 @@ def check_first_choices(target, last_hidden: torch.Tensor, top1: torch.Tensor, d
     if agreement < 0.5:
         raise ValueError(
             f"{directory} holds features of another target: the output layer of this {type(target).__name__} agrees "
-            f"with {agreement:.0%} of the first choices stored there. Store into another folder"
+            f"with {agreement:.0%} of the first choices stored there. Take the target that they are of, or store "
+            "this one's into another folder"
         )
 
 

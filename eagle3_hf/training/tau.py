@@ -47,7 +47,8 @@ class MeasureTau(TrainerCallback):
 
 
 def _decode(draft, target, ids: torch.Tensor, options: dict[str, Any]) -> SpeculationStats:
-    inputs = ids[None].to(target.get_input_embeddings().weight.device)
+    home = target.get_input_embeddings().weight.device
+    inputs = ids[None].to(draft.device if home.type == "meta" else home)  # offloaded weights are nowhere
     output = target.generate(
         input_ids=inputs,
         attention_mask=torch.ones_like(inputs),

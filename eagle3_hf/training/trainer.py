@@ -4,6 +4,7 @@ The draft is the only trained model: the target is frozen, never wrapped, moved 
 give features and teacher logits (or not at all, from stored features, but for its output layer).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.utils import logging
 
 from ..export.card import write_card
 from ..modeling_eagle3 import Eagle3DraftModel
+from ..ttt.loss import IGNORE_INDEX
 from ..ttt.settings import TTTSettings
 from .adapter_card import write_adapter_card
 from .arguments import Eagle3TrainingArguments
@@ -60,11 +62,18 @@ class Eagle3Trainer(Trainer):
         data_collator=None,
         **kwargs: Any,
     ):
+        if isinstance(train_dataset, Mapping):
+            raise ValueError(f"train_dataset has the splits {', '.join(train_dataset)}: pass one of them")
         args = args or Eagle3TrainingArguments()
         args._n_gpu = min(args.n_gpu, 1)  # DataParallel cannot split the teacher's rows; torchrun uses several GPUs
         self.target_model = target_model.eval().requires_grad_(False)
         draft = _head_of(model)
         draft.bind(target_model)
+        if isinstance(model, PeftModel) and not draft.has_draft_vocab:
+            raise ValueError(
+                "the head under the adapters has no draft vocabulary yet, and adapters are saved without one: call "
+                "draft.set_draft_vocab(ids), save the head, and put the adapters on that"
+            )
         args.ttt_settings().check_fits(draft.config)
         tokenizer = as_tokenizer(processing_class) if processing_class is not None else None
         settle_tokenizer(draft, tokenizer)
@@ -177,9 +186,27 @@ class Eagle3Trainer(Trainer):
 
     # ----- evaluation and logs --------------------------------------------------------------------------------------
 
+    def evaluate(self, eval_dataset=None, *args, **kwargs) -> dict[str, float]:
+        """As Trainer's; another dataset may be of chats too."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):  # a name is of one that is ready
+            tokenizer = as_tokenizer(self.processing_class) if self.processing_class is not None else None
+            with self.args.main_process_first(desc="preparing the data"):
+                eval_dataset = prepare(eval_dataset, self.draft, self.target_model, tokenizer, self.args)
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         # The metrics are sums kept by compute_loss; gathering logits of every row would only fill memory.
-        return super().prediction_step(model, inputs, True, ignore_keys)
+        return super().prediction_step(model, self._without_repeats(inputs), True, ignore_keys)
+
+    def _without_repeats(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Several processes fill up their last batches with rows from the beginning, which have counted already."""
+        state = self.accelerator.gradient_state
+        packs = getattr(self.data_collator, "packing_length", None) is not None  # rows of a batch are no rows of data
+        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder < 1 or packs:
+            return inputs
+        labels = inputs["labels"].clone()
+        labels[max(0, state.remainder - self.args.process_index * self.args.eval_batch_size) :] = IGNORE_INDEX
+        return {**inputs, "labels": labels}
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
@@ -218,9 +245,30 @@ class Eagle3Trainer(Trainer):
     def _get_train_sampler(self, train_dataset=None) -> Sampler | None:
         dataset = train_dataset if train_dataset is not None else self.train_dataset
         if self.args.train_sampling_strategy == "group_by_length" and hasattr(dataset, "__len__"):
-            batch = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            return LengthGroupedSampler(batch, dataset=dataset, lengths=token_lengths(dataset))  # reads no features
+            return _GroupedByLength(
+                self.args.train_batch_size * self.args.gradient_accumulation_steps, dataset, self.args
+            )
         return super()._get_train_sampler(train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset) -> Sampler | None:
+        if self.args.train_sampling_strategy == "group_by_length" and hasattr(eval_dataset, "__len__"):
+            return _GroupedByLength(self.args.eval_batch_size, eval_dataset, self.args)
+        return super()._get_eval_sampler(eval_dataset)
+
+
+class _GroupedByLength(LengthGroupedSampler):
+    """Rows of about one length together, without reading their features.
+
+    The order is settled by seed and epoch: the same in every process, and where a run is resumed.
+    """
+
+    def __init__(self, batch_size: int, dataset, args: Eagle3TrainingArguments):
+        super().__init__(batch_size, lengths=token_lengths(dataset))
+        self._seed = args.seed if args.data_seed is None else args.data_seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator = torch.Generator().manual_seed(self._seed + epoch)
 
 
 def _head_of(model) -> Eagle3DraftModel:
