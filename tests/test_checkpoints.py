@@ -199,6 +199,7 @@ def test_killed_and_resumed_equals_uninterrupted(target, rows, run, tmp_path, wh
     assert len(warnings) == torn
     trainer = trainer_for(target, rows, tmp_path, **OPTIONS)
     trainer.train(resume_from_checkpoint=True)
-    assert history(trainer, "loss") == run[1]
-    assert_same_weights(weights(trainer.model), run[2], atol=0)
+    assert history(trainer, "loss") == pytest.approx(run[1], rel=1e-5)
+    # Another process: a CPU's matrix products round by where in memory their operands happen to lie.
+    assert_same_weights(weights(trainer.model), run[2], atol=1e-6)
     assert tear(tmp_path / "out" / "checkpoint-6") is None
