@@ -1,12 +1,10 @@
 """`synced_gpus`: two processes with texts of different lengths run every forward of a spread target together."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from processes import run_in_two
 
 
 SCRIPT = """
@@ -61,19 +59,7 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_processes_of_different_lengths_decode_their_own_texts(tmp_path):
-    script = tmp_path / "generate.py"
-    script.write_text(SCRIPT)
-    tests = Path(__file__).parent
-    paths = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    run = subprocess.run(
-        [*command, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_in_two(SCRIPT, tmp_path)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for call, first in results[0].items():
         second = results[1][call]

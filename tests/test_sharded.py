@@ -1,9 +1,6 @@
 """FSDP2 shards the head alone, and the configs for many GPUs say what accelerate understands."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from accelerate.utils import DistributedType
 
 from chats import chat_tokenizer, tiny_target
 from eagle3_hf.training.data import prepare_dataset
+from processes import run_in_two
 from training_runs import chats, new_draft, trainer_for
 
 
@@ -84,19 +82,7 @@ def steps(draft, trainer, data, count: int, world_size: int) -> dict:
 @pytest.mark.slow
 def test_fully_shard_equals_one_process(tmp_path):
     """Two processes, gloo, CPU: the unroll runs its layer several times in one forward of the sharded head."""
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED)
-    tests = Path(__file__).parent
-    paths = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    run = subprocess.run(
-        [*command, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_in_two(SHARDED, tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     torch.manual_seed(0)
     target = tiny_target(chat_tokenizer())

@@ -2,11 +2,7 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +16,7 @@ from eagle3_hf.training.data import count_tokens, prepare_dataset, special_token
 from eagle3_hf.training.store import StoredFeatures, write_features
 from eagle3_hf.ttt.loss import IGNORE_INDEX
 from eagle3_hf.ttt.settings import TTTSettings
+from processes import run_in_two
 from training_runs import (
     Gradients,
     StopAfter,
@@ -605,19 +602,7 @@ os._exit(0)
 @pytest.mark.slow
 def test_two_processes_equal_one(target, rows, tokenizer, tmp_path):
     """DDP without a search for unused parameters: 2 processes x 4 rows give what 8 rows give."""
-    script = tmp_path / "train.py"
-    script.write_text(DISTRIBUTED)
-    tests = Path(__file__).parent
-    paths = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    run = subprocess.run(
-        [*command, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    run = run_in_two(DISTRIBUTED, tmp_path)
     assert "find_unused_parameters" not in run.stderr
     result = json.loads((tmp_path / "result.json").read_text())
 
