@@ -82,6 +82,33 @@ def text_backbone(target: nn.Module) -> nn.Module:
     return decoder if decoder not in (None, target) else getattr(target, "base_model", target)
 
 
+def virtual_tokens(target: nn.Module) -> str | None:
+    """The kind of prompt-learning adapter that a target runs with, or `None`.
+
+    Args:
+        target: A PeftModel, or during its `generate` the model below it, whose inputs it then prepares.
+    """
+    prepare = vars(target).get("prepare_inputs_for_generation")
+    peft_model = target if hasattr(target, "active_peft_config") else getattr(prepare, "__self__", None)
+    config = getattr(peft_model, "active_peft_config", None)
+    return config.peft_type.value if getattr(config, "is_prompt_learning", False) else None
+
+
+def require_own_tokens(target: nn.Module) -> None:
+    """Reject a target whose inputs are longer than its ids, so that features and tokens would not line up.
+
+    Raises:
+        ValueError: naming the adapter and the way out.
+    """
+    adapter = virtual_tokens(target)
+    if adapter is not None:
+        raise ValueError(
+            f"the target has an adapter with virtual tokens ({adapter}), which a head cannot be trained for: its "
+            "features would not line up with the ids. Train it for the model without the adapter "
+            "(target.get_base_model())"
+        )
+
+
 def media_token_ids(target: nn.Module) -> list[int]:
     """Ids that only hold a place in a prompt: where they stand, the target puts images, videos or sounds instead."""
     names = (f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index"))
@@ -188,6 +215,7 @@ class FeatureReader:
     """
 
     def __init__(self, target: nn.Module, layer_ids: list[int], embeds: bool = False):
+        require_own_tokens(target)
         count = num_target_layers(target)
         if layer_ids[-1] > count:
             raise ValueError(

@@ -203,6 +203,23 @@ def test_disable_below_somebody_elses_wrapper_is_a_pass_through(call, monkeypatc
     call()
 
 
+@pytest.mark.usefixtures("switching", "stock_assistants")
+def test_disabled_below_somebody_elses_wrapper_rejects_nothing(monkeypatch):
+    """A published head under the wrong class is an error of ours, not of transformers."""
+    below = GenerationMixin._validate_generation_mode
+    assistant = tiny("llama")
+    assistant.config.draft_vocab_size = 100
+    target = target_of("llama")
+    kwargs = {"max_new_tokens": 4, "assistant_model": assistant}
+    with monkeypatch.context() as patch:
+        theirs = functools.wraps(below)(lambda self, *args: below(self, *args))
+        patch.setattr(GenerationMixin, "_validate_generation_mode", theirs)
+        with pytest.raises(ValueError, match="opened under the wrong class"):
+            target.generate(prompt(7), **kwargs)
+        with eagle3_hf.enabled(False):
+            assert target.generate(prompt(7), **kwargs).shape == (1, 11)
+
+
 @pytest.mark.usefixtures("stock_assistants")
 def test_a_wrapper_that_hides_what_is_below(call, monkeypatch):
     """Without `__wrapped__` we cannot see that we are still there; a second wrapper of ours must do no harm."""

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from drafts import MODES, SAMPLED, compare, new_draft, padded, set_tree, target_of
+from drafts import MODES, SAMPLED, Recorder, compare, new_draft, padded, set_tree, target_of
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.decoding import loop, seam, sizing
 from eagle3_hf.decoding.drafting import TreeSettings
@@ -285,3 +285,48 @@ def test_auto_is_saved_with_the_head(tmp_path):
     target, draft = auto(target_of("llama"))
     draft.save_pretrained(tmp_path)
     assert Eagle3DraftModel.from_pretrained(tmp_path).generation_config.num_assistant_tokens == "auto"
+
+
+# ----- while nothing is drafted --------------------------------------------------------------------------------------
+
+
+@MODES
+@pytest.mark.parametrize("lengths", [[7], [5, 14, 9]], ids=str)
+def test_features_do_not_pile_up_in_a_pause(lengths, mode, monkeypatch):
+    """The draft is fed now and then, so that few tokens wait; drafting then goes on as if nothing had happened."""
+    monkeypatch.setattr(loop, "_MOST_UNFED", 8)
+    waiting: list[int] = []
+    rounds = iter(range(10**6))
+
+    def pause_for_thirty_rounds(self, context):
+        return None if 2 <= next(rounds) % 40 < 32 else TreeSettings(11, 3, 4)
+
+    def count(self, *args, **kwargs):
+        waiting.append(sum(part.tokens.shape[1] for part in self._unfed))
+        return original(self, *args, **kwargs)
+
+    original = loop.SpeculativeDecoding._draft_trees
+    monkeypatch.setattr(loop.SpeculativeDecoding, "_draft_trees", count)
+    monkeypatch.setattr(TreeSizer, "choose", pause_for_thirty_rounds)
+    target, draft = auto(target_of("llama"))
+    ours, _ = compare(target, draft, padded(lengths), max_new_tokens=60, **mode)
+    assert len(waiting) > 30
+    assert max(waiting[2:]) <= 8 + 4, "a round's tokens more than the bound at most"
+    assert ours.out.speculation.mean_accepted > 0.3, "the draft has been fed all of the text"
+
+
+# ----- what a call leaves on the head --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_stats_are_those_of_an_interrupted_call(family):
+    target = target_of("llama") if family == "llama" else tiny_or_skip(family)
+    draft = set_tree(new_draft(target), "cpu")
+    target.generate(prompt(7), max_new_tokens=12, assistant_model=draft.foretell([]))
+    before = draft.stats
+    streamer = Recorder(raise_at=5)  # the prompt, and four tokens
+    with pytest.raises(ValueError, match="raised by the streamer"):
+        target.generate(prompt(7), max_new_tokens=12, assistant_model=draft.foretell([]), streamer=streamer)
+    assert draft.stats is not before
+    assert draft.stats.rounds < max(1, before.rounds)
+    assert draft.stats.emitted == (3 if family == "llama" else 0)

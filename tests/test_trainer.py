@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
+from peft import PromptTuningConfig, get_peft_model
 from transformers import HfArgumentParser, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
@@ -16,6 +17,7 @@ from eagle3_hf.training.data import count_tokens, prepare_dataset, special_token
 from eagle3_hf.training.store import StoredFeatures, write_features
 from eagle3_hf.ttt.loss import IGNORE_INDEX
 from eagle3_hf.ttt.settings import TTTSettings
+from families import tiny
 from processes import run_in_two
 from training_runs import (
     Gradients,
@@ -176,6 +178,19 @@ def test_impossible_arguments_are_refused(tmp_path, field, value, message):
 
 
 # ----- the target ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own call
+def test_a_target_with_virtual_tokens_is_rejected_before_anything_runs(target, rows, tmp_path):
+    adapted = get_peft_model(
+        tiny("llama", num_hidden_layers=4), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    )
+    draft = Eagle3DraftModel.from_target(target, draft_vocab_size=64)
+    arguments = Eagle3TrainingArguments(output_dir=str(tmp_path / "run"), report_to=[], use_cpu=True)
+    with pytest.raises(ValueError, match=r"virtual tokens \(PROMPT_TUNING\).*get_base_model"):
+        Eagle3Trainer(model=draft, target_model=adapted, args=arguments, train_dataset=rows)
+    with pytest.raises(ValueError, match=r"virtual tokens \(PROMPT_TUNING\)"):
+        write_features(adapted, rows, tmp_path / "store", [1, 2, 3])
 
 
 def test_the_target_is_frozen_and_unchanged(tokenizer, tmp_path):

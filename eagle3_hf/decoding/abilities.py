@@ -10,6 +10,7 @@ from enum import Enum
 
 from transformers import PreTrainedModel
 
+from ..features import virtual_tokens
 from . import masks
 
 
@@ -61,10 +62,28 @@ def known_ability(target: PreTrainedModel) -> Ability | None:
     config, name = target.config.get_text_config(), type(target).__name__
     if not target._supports_default_dynamic_cache():
         return Ability(Way.PLAIN, f"{name} keeps its past elsewhere than in a cache of transformers")
+    if has_cross_attention(target):
+        return Ability(Way.PLAIN, f"{name} has cross-attention layers, whose cache entries are not those of tokens")
+    if (adapter := virtual_tokens(target)) is not None:
+        return Ability(Way.PLAIN, f"{name} has an adapter with virtual tokens ({adapter}), which ids do not show")
     if config.model_type in _SLOT_BOUND or getattr(config, "alibi", False):
         return Ability(Way.CHAIN, f"{name} takes positions from cache slots (ALiBi or windows by slot)")
-    # `is_remote_code` and a subclass of the user's both show in the module's name.
-    own = type(target).__module__.startswith("transformers.models.")
-    if own and config.model_type in _TESTED_TREES and config._attn_implementation in masks.INTERFACES:
+    if (
+        _is_of_transformers(type(target))
+        and config.model_type in _TESTED_TREES
+        and config._attn_implementation in masks.INTERFACES
+    ):
         return TREE
     return None
+
+
+def _is_of_transformers(kind: type) -> bool:
+    """`is_remote_code` and a subclass of the user's both show in the module's name; FSDP's subclass is torch's."""
+    modules = [base.__module__ for base in kind.__mro__]
+    return next(name for name in modules if not name.startswith("torch.")).startswith("transformers.models.")
+
+
+def has_cross_attention(target: PreTrainedModel) -> bool:
+    """Whether layers of a decoder attend to an encoder's output (an image), and are skipped where there is none."""
+    config = target.config.get_text_config()
+    return bool(getattr(config, "cross_attention_layers", None) or getattr(config, "cross_layer_interval", None))

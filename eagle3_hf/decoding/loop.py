@@ -33,6 +33,8 @@ from .verification import Walk
 
 # Rounds between two that are watched for what smaller trees would have accepted, where watching costs a wait.
 _ROUNDS_UNWATCHED = 8
+# Committed tokens whose features wait for the draft while nothing is drafted: those of an 8B model take 24 kB each.
+_MOST_UNFED = 256
 
 
 class SpeculativeDecoding:
@@ -70,6 +72,7 @@ class SpeculativeDecoding:
         self._sizer: TreeSizer | None = None
         self._size: TreeSettings | None = None  # of this round's trees
         self._fed = self._rounds = 0  # rows that the draft was fed in this round; rounds
+        self._prefill_seconds = 0.0
         self.stats = SpeculationStats()
         peers = peers_of(target, draft, input_ids, synced_gpus)
         self.target = TargetRun(target, generation_config, model_kwargs, ability, peers)
@@ -99,22 +102,27 @@ class SpeculativeDecoding:
         """Decode; returns what vanilla returns (ids, or the output object with `speculation` attached)."""
         start = self._clock()
         layer_ids, media = self.draft.config.target_layer_ids, media_token_ids(self._model)
-        with uncompiled(self._model), FeatureReader(self._model, layer_ids, embeds=bool(media)) as reader:
-            try:
-                self._prefill(reader)
-                while not self.tokens.done:
-                    self._round()
-                self._rows.complete()
-            finally:
-                self.target.finish()
-        if self.target.peers is not None:
-            self.target.peers.see_off()
-        self.tokens.finish()
+        try:
+            with uncompiled(self._model), FeatureReader(self._model, layer_ids, embeds=bool(media)) as reader:
+                try:
+                    self._prefill(reader)
+                    while not self.tokens.done:
+                        self._round()
+                    self._rows.complete()
+                finally:
+                    self.target.finish()
+            if self.target.peers is not None:
+                self.target.peers.see_off()
+            self.tokens.finish()
+        finally:  # what an interrupted call did is not what the call before it did
+            self._finish_stats(self._clock() - start)
+        return self._result()
+
+    def _finish_stats(self, seconds: float) -> None:
         self.stats.emitted = self.tokens.num_emitted
-        spent = self._clock() - start - self._prefill_seconds
+        spent = seconds - self._prefill_seconds
         self.stats.other_seconds = spent - self.stats.draft_seconds - self.stats.verify_seconds
         self.draft.stats = self.stats
-        return self._result()
 
     # ----- prefill --------------------------------------------------------------------------------------------------
 
@@ -237,16 +245,23 @@ class SpeculativeDecoding:
         depth = self._depth_left(walking)
         self._size = self._next_size(depth)
         if self._size is None:
+            if len(self._unfed) > _MOST_UNFED:
+                self._candidate.extend(**self._take_unfed())
             return DraftTree.root_only(roots)
-        rows = join(self._unfed)
-        self._unfed.clear()
-        self._fed = rows.tokens.shape[1]
+        rows = self._take_unfed()
+        self._fed = rows["tokens"].shape[1]
         self._candidate.settings = self._size
-        ragged = {} if rows.valid is None else {"positions": rows.positions, "valid": rows.valid, "roots": roots}
+        if "valid" in rows:
+            rows["roots"] = roots
         self._candidate.look_ahead([self.tokens.lead(row) for row in range(self.tokens.rows)])
         # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
-        media = {} if rows.embeds is None else {"embeds": rows.embeds, "embedded": rows.embedded}
-        return self._candidate.draft_tree(rows.features, rows.tokens, depth, **ragged, **media).trimmed()
+        return self._candidate.draft_tree(max_depth=depth, **rows).trimmed()
+
+    def _take_unfed(self) -> dict[str, torch.Tensor]:
+        """All committed rows that the draft has not been fed yet, by the names of `Eagle3Candidate.extend`."""
+        rows = join(self._unfed)
+        self._unfed.clear()
+        return {name: part for name, part in rows._asdict().items() if part is not None}
 
     def _next_size(self, depth: int) -> TreeSettings | None:
         """Of the trees of this round, at most so deep; `None` to draft nothing."""

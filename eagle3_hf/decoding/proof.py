@@ -1,12 +1,14 @@
 """What a target that nobody has tested can verify, found out on a few made-up tokens at its first use.
 
 Equal text proves little: with ALiBi by cache slot a wrong tree often leads to the right token. Logits are compared: a
-tree of two branches with each path alone, and a chain, half of it taken back, with single steps.
+tree of two branches with each path alone, and a chain, half of it taken back, with single steps. These are made as
+plain decoding makes them, hooks and the model's own steps of its kwargs included.
 """
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +19,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.utils import logging
 
 from .abilities import TREE, Ability, Way, known_ability
+from .custom_code import CustomCode, Memory, custom_code
 from .snapshots import has_states, state_difference
 from .target import CACHE_KEY, TargetRun, uncompiled
 from .tree import DraftTree
@@ -37,22 +40,47 @@ _HALF_FACTOR, _HALF_MOST = 3.0, 0.15
 # Of a state's own size: a state that was dropped on the way differs by much more, its effect on logits may not.
 _MOST_STATE = 0.1
 
-# Per class, by a hash of the config.
-_found: WeakKeyDictionary[type, dict[str, Ability]] = WeakKeyDictionary()
+# Where a family is known to verify trees and only code that was added to it is tried: its rounding is no mystery.
+_HALF_MOST_KNOWN = 0.06
+
+_MOST_VERDICTS = 64  # of a class; then the oldest is forgotten
 
 
-def ability_of(target: PreTrainedModel, device: torch.device | None = None, cache: Any = None) -> Ability:
+class _Verdicts:
+    """What was found about the targets of one class."""
+
+    def __init__(self) -> None:
+        self.abilities: dict[Hashable, Ability] = {}
+        # Of custom code: values that it writes itself, so that they are no settings by which to tell it apart.
+        self.written: dict[Hashable, frozenset[str]] = {}
+
+    def settings(self, piece: CustomCode) -> tuple:
+        return piece.identity, Memory(piece.code).settings(self.written.get(piece.identity, frozenset()))
+
+    def keep(self, key: Hashable, ability: Ability) -> None:
+        self.abilities[key] = ability
+        if len(self.abilities) > _MOST_VERDICTS:
+            del self.abilities[next(iter(self.abilities))]
+
+
+_found: WeakKeyDictionary[type, _Verdicts] = WeakKeyDictionary()
+_trials = threading.Lock()  # a hook that two threads try at once would seem to count its calls
+
+
+def ability_of(
+    target: PreTrainedModel, device: torch.device | None = None, cache: Any = None, rows: int = 1
+) -> Ability:
     """What the target can verify, on this cache if one is given: known, found before, or found now.
 
     A log line says why where it is no tree.
+
+    Args:
+        rows: Of the batch, for hooks that know it (a steering vector or an adapter for each row).
     """
-    ability = known_ability(target)
-    if ability is None:
-        found = _found.setdefault(type(target), {})
-        key = _key(target)
-        if key not in found:
-            found[key] = _try_out(target, device or target.device)
-        ability = found[key]
+    ability, custom = known_ability(target), custom_code(target)
+    if ability is None or (custom and ability.way is not Way.PLAIN):
+        with _trials:
+            ability = _tried(target, device or target.device, rows if custom else 1, ability, custom)
     if ability.way is Way.CHAIN and any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ())):
         # Windows by slot would be measured from the end of a larger cache, and states could not be put back.
         ability = Ability(Way.PLAIN, f"{ability.reason}, and chains need a cache that grows")
@@ -63,17 +91,54 @@ def ability_of(target: PreTrainedModel, device: torch.device | None = None, cach
     return ability
 
 
+def _tried(
+    target: PreTrainedModel, device: torch.device, rows: int, known: Ability | None, custom: Sequence[CustomCode]
+) -> Ability:
+    """The verdict of a trial, now or earlier, with the custom code that is there; its memory is left as it was."""
+    verdicts = _found.setdefault(type(target), _Verdicts())
+    config = _key(target), rows
+    key = config, *(verdicts.settings(piece) for piece in custom)
+    if key in verdicts.abilities:
+        return verdicts.abilities[key]
+    memories = [Memory(piece.code) for piece in custom]
+    try:
+        ability = _try_out(target, device, rows, known, custom)
+    finally:
+        counting = [piece.name for piece, memory in zip(custom, memories, strict=True) if memory.has_counted()]
+        for piece, memory in zip(custom, memories, strict=True):
+            before = verdicts.written.get(piece.identity, frozenset())
+            verdicts.written[piece.identity] = before | memory.changed()
+            memory.restore()
+    if counting:
+        ability = Ability(Way.PLAIN, f"{counting[0]} changes with each of its calls, of which drafting makes others")
+    verdicts.keep((config, *(verdicts.settings(piece) for piece in custom)), ability)
+    return ability
+
+
 def _key(target: PreTrainedModel) -> str:
     config = target.config
     kinds = [config.get_text_config()._attn_implementation, str(target.dtype)]
     return hashlib.sha256("\n".join([config.to_json_string(use_diff=False), *kinds]).encode()).hexdigest()
 
 
-def _try_out(target: PreTrainedModel, device: torch.device) -> Ability:
-    name = type(target).__name__
+def _try_out(
+    target: PreTrainedModel,
+    device: torch.device,
+    rows: int = 1,
+    known: Ability | None = None,
+    custom: Sequence[CustomCode] = (),
+) -> Ability:
+    """
+    Args:
+        known: What is known of the target without custom code, and so the most that it can verify.
+        custom: Code to name where it is to blame.
+    """
+    name = " with ".join([type(target).__name__, *(piece.name for piece in custom[:1])])
     with _undisturbed(target):
-        trial = _Trial(target, device)
-        if trial.restores:
+        trial = _Trial(target, device, rows, _HALF_MOST if known is None else _HALF_MOST_KNOWN)
+        if known is not None and known.way is Way.CHAIN:
+            why_no_tree = known.reason
+        elif trial.restores:
             why_no_tree = f"{name} has recurrent or convolutional states, which follow one text only"
         elif not trial.takes_positions:
             why_no_tree = f"{name} takes no position_ids"
@@ -112,10 +177,17 @@ def _undisturbed(target: PreTrainedModel) -> Iterator[None]:
 
 
 class _Trial:
-    """Forwards of a target over made-up ids, each on a short cache of its own."""
+    """Forwards of a target over made-up ids, each on a short cache of its own.
 
-    def __init__(self, target: PreTrainedModel, device: torch.device):
-        self._target, self._device = target, device
+    Logits are `(B * n, V)`: those of all rows, which are alike but for what hooks make of them.
+
+    Args:
+        rows: B.
+        half_most: Greatest difference in half precision.
+    """
+
+    def __init__(self, target: PreTrainedModel, device: torch.device, rows: int = 1, half_most: float = _HALF_MOST):
+        self._target, self._device, self._rows, self._half_most = target, device, rows, half_most
         self._config = target.config.get_text_config()
         self._dtype = target.dtype  # some models give logits of half precision as float32
         self.restores = has_states(self._new_cache())
@@ -142,69 +214,85 @@ class _Trial:
         return DynamicCache(config=self._config)
 
     def tree(self) -> str | None:
-        """Two branches in one forward against each path alone."""
+        """Two branches in one forward against each path alone, the second of them step by step."""
         size, second = 1 + 2 * _BRANCH + _FILLING, 1 + _BRANCH + _FILLING
         parents = [-1, *range(_BRANCH), *[0] * _FILLING, 0, *range(second, size - 1)]
-        tokens = self._row([self._root, *self._left, *self._filling, *self._right])
+        tokens = self._batch([self._root, *self._left, *self._filling, *self._right])
         flat = DraftTree.chain(tokens)
-        tree = DraftTree(
-            tokens, torch.tensor([parents], device=self._device), flat.num_nodes, flat.scores, flat.log_probs
-        )
-        found = self._start(TREE).verify(tree, self._row(self._prompt)).logits[0, -size:]
+        tree = DraftTree(tokens, self._batch(parents), flat.num_nodes, flat.scores, flat.log_probs)
+        found = self._start(TREE).verify(tree, self._batch(self._prompt)).logits[:, -size:]
         left, right = ([self._root, *branch] for branch in (self._left, self._right))
-        at_once = self._at_once(right)
-        if self._dtype in _ROUNDING:
-            near = torch.cat([found[: 1 + _BRANCH], found[second:]])
-            return _difference(self._dtype, near, torch.cat([self._at_once(left), at_once[1:]]))
-        return _difference(self._dtype, found[second:], at_once[1:], self._one_by_one(right)[1:])
+        fault = self._difference(found[:, second:], self._steps(right)[0][:, 1:], right)
+        if fault is None and self._dtype in _ROUNDING:
+            fault = self._difference(found[:, : 1 + _BRANCH], self._at_once(left), left)
+        return fault
 
     def chain(self) -> str | None:
         """A chain of which half is taken back, and the next ones, against single steps."""
         text = [self._root, *self._left, *self._right]
         wrong = self._filling[:2]
         parts = [(text[:2] + wrong, 2), (text[2:4] + wrong, 2), (text[4:], len(text) - 4)]
-        (found, cache), (steps, other) = self._in_parts(parts), self._in_parts([([token], 1) for token in text])
+        (found, cache), (steps, other) = self._in_parts(parts), self._steps(text)
         if self.restores:
             apart = state_difference(cache, other)
             if not apart <= _MOST_STATE:
                 return f"states differ by {apart:.0%}"
-        return _difference(self._dtype, found, steps, None if self._dtype in _ROUNDING else self._at_once(text))
+        return self._difference(found, steps, text)
 
-    def _one_by_one(self, path: list[int]) -> torch.Tensor:
-        return self._in_parts([([token], 1) for token in path])[0]
+    def _difference(self, found: torch.Tensor, steps: torch.Tensor, path: list[int]) -> str | None:
+        """Logits (B, n, V) of the last n tokens of a path against those that plain decoding has for it."""
+        at_once = None if self._dtype in _ROUNDING else self._at_once(path)[:, -steps.shape[1] :].flatten(0, 1)
+        return _difference(self._dtype, found.flatten(0, 1), steps.flatten(0, 1), at_once, self._half_most)
+
+    def _steps(self, path: list[int]) -> tuple[torch.Tensor, Any]:
+        """(B, n, V) logits as plain decoding computes them, kwargs stepped by the model's own code; and the cache."""
+        target, ids = self._target, self._batch(self._prompt)
+        kwargs, logits = self._kwargs(ids, 1), []
+        outputs = target._prefill(ids, GenerationConfig(), kwargs)
+        for token in path:
+            kwargs = target._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
+            ids = torch.cat([ids, self._batch([token])], dim=1)
+            inputs = target.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+            outputs = target(**inputs, return_dict=True)
+            logits.append(outputs.logits[:, -1:])
+        return torch.cat(logits, dim=1), outputs[CACHE_KEY]
 
     def _in_parts(self, parts: Sequence[tuple[list[int], int]]) -> tuple[torch.Tensor, Any]:
-        """(n, V) logits of the tokens kept of each part, one forward a part; and the cache after all."""
+        """(B, n, V) logits of the tokens kept of each part, one forward a part; and the cache after all."""
         ability = Ability(Way.CHAIN, restores=self.restores)
         run, committed, logits = self._start(ability), list(self._prompt), []
         for tokens, kept in parts:
-            outputs = run.verify(DraftTree.chain(self._row(tokens)), self._row(committed))
-            logits.append(outputs.logits[0, -len(tokens) :][:kept])
-            run.keep([list(range(kept))], len(tokens), [run.ends[0] + kept], 0)
+            outputs = run.verify(DraftTree.chain(self._batch(tokens)), self._batch(committed))
+            logits.append(outputs.logits[:, -len(tokens) :][:, :kept])
+            run.keep([list(range(kept))] * self._rows, len(tokens), [end + kept for end in run.ends], 0)
             committed += tokens[:kept]
-        return torch.cat(logits), run.cache
+        return torch.cat(logits, dim=1), run.cache
 
     def _at_once(self, path: list[int]) -> torch.Tensor:
-        """(n, V) logits along one path behind the prompt, in one forward from an empty cache."""
-        ids, ability = self._row([*self._prompt, *path]), Ability(Way.CHAIN, restores=self.restores)
-        return self._run(ability, ids, len(path))[1].logits[0, -len(path) :]
+        """(B, n, V) logits along one path behind the prompt, in one forward from an empty cache."""
+        ids, ability = self._batch([*self._prompt, *path]), Ability(Way.CHAIN, restores=self.restores)
+        return self._run(ability, ids, len(path))[1].logits[:, -len(path) :]
 
     def _start(self, ability: Ability) -> TargetRun:
-        return self._run(ability, self._row(self._prompt), 1)[0]
+        return self._run(ability, self._batch(self._prompt), 1)[0]
 
     def _run(self, ability: Ability, ids: torch.Tensor, logits: int) -> tuple[TargetRun, Any]:
         """A run after its prefill, and what that gave."""
+        run = TargetRun(self._target, GenerationConfig(), self._kwargs(ids, logits), ability)
+        return run, run.prefill(ids)
+
+    def _kwargs(self, ids: torch.Tensor, logits: int) -> dict[str, Any]:
         kwargs: dict[str, Any] = {"use_cache": True, CACHE_KEY: self._new_cache()}
         if self.takes_positions:
             positions = getattr(self._target, "_prepare_position_ids_for_generation", _counted)
-            kwargs["position_ids"] = positions(ids, kwargs)
+            position_ids = positions(ids, kwargs)
+            kwargs["position_ids"] = position_ids.expand(*position_ids.shape[:-2], len(ids), -1)
         if self._target._supports_logits_to_keep():
             kwargs["logits_to_keep"] = logits
-        run = TargetRun(self._target, GenerationConfig(), kwargs, ability)
-        return run, run.prefill(ids)
+        return kwargs
 
-    def _row(self, ids: list[int]) -> torch.Tensor:
-        return torch.tensor([ids], device=self._device)
+    def _batch(self, ids: list[int]) -> torch.Tensor:
+        return torch.tensor([ids], device=self._device).repeat(self._rows, 1)
 
 
 def _is_id(value: Any) -> bool:
@@ -216,25 +304,35 @@ def _counted(ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _difference(
-    dtype: torch.dtype, found: torch.Tensor, right: torch.Tensor, other: torch.Tensor | None = None
+    dtype: torch.dtype,
+    found: torch.Tensor,
+    right: torch.Tensor,
+    other: torch.Tensor | None = None,
+    half_most: float = _HALF_MOST,
 ) -> str | None:
     """How far logits (n, V) are apart, where it is more than rounding.
 
     Args:
         dtype: In which the target computes.
         other: The right ones in half precision, computed in another way that is plain decoding's own.
+        half_most: Greatest difference in half precision, whatever the other ones say.
     """
-    found, right = found.double(), right.double()
+    found, right = _wide(found), _wide(right)
     if other is None:
         apart, scale = (found - right).abs().max().item(), right.abs().max().item()
         allowed, what = _ROUNDING[dtype] * scale, "the largest is"
     else:
         apart, scale = _typical(found - right), _typical(right - right.mean(-1, keepdim=True))
-        rounding = _HALF_FACTOR * _typical(other.double() - right) + 4 * torch.finfo(dtype).eps * scale
-        allowed, what = min(rounding, _HALF_MOST * scale), "they vary by"
+        rounding = _HALF_FACTOR * _typical(_wide(other) - right) + 4 * torch.finfo(dtype).eps * scale
+        allowed, what = min(rounding, half_most * scale), "they vary by"
     if apart <= allowed:  # false for NaN
         return None
     return f"logits differ by {apart:.2g}, where {what} {scale:.2g}"
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    """At least in float32; not in float64 as a matter of course, which some devices (MPS) lack."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _typical(logits: torch.Tensor) -> float:

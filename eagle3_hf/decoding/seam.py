@@ -127,7 +127,8 @@ def _wrap_validation(original: Callable) -> Callable:
         assistant = generation_mode_kwargs.get("assistant_model")
         draft = as_draft(assistant)
         if draft is None:
-            _refuse_lost_head(assistant)
+            if _enabled:
+                _refuse_lost_head(assistant)
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         if not _enabled:
             raise ValueError("eagle3_hf is disabled: call eagle3_hf.enable() to pass a draft head as assistant_model")
@@ -271,7 +272,7 @@ def decode(
     if generation_config.cache_implementation == "dynamic_full" and type(cache) is DynamicCache and not cache.layers:
         # Earlier versions of transformers make a cache without windows beside an assistant; ours keep theirs.
         cache = model_kwargs[CACHE_KEY] = DynamicCache(config=target.config.get_text_config(decoder=True))
-    ability = ability_of(target, input_ids.device, cache)
+    ability = ability_of(target, input_ids.device, cache, len(input_ids))
     if ability.way is Way.PLAIN:
         return _decode_plainly(
             target,
@@ -322,8 +323,8 @@ def _do_not_compile(config: GenerationConfig) -> None:
 
 def _decode_plainly(target, draft: Eagle3DraftModel, input_ids: torch.LongTensor, **kwargs):
     """The target's own decoding, for targets that cannot verify a draft; no rounds in the statistics."""
+    draft.stats = SpeculationStats()  # first of all: an exception must not leave those of the call before
     output = target._sample(input_ids, **kwargs)
-    draft.stats = SpeculationStats()
     if not isinstance(output, torch.Tensor):
         output.speculation = draft.stats
     return output

@@ -52,7 +52,8 @@ def state_difference(cache: Cache, other: Cache) -> float:
     worst = 0.0
     for layer, other_layer in zip(cache.layers, other.layers, strict=True):
         for found, right in zip(_states(layer), _states(other_layer), strict=True):
-            apart, size = (found.double() - right.double()).norm().item(), right.double().norm().item()
+            found, right = found.float(), right.float()  # not in float64, which some devices (MPS) lack
+            apart, size = (found - right).norm().item(), right.norm().item()
             worst = max(worst, apart / (size or 1.0))
     return worst
 

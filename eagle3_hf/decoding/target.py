@@ -82,7 +82,7 @@ class TargetRun:
         else:
             cache_paths.require_supported(cache)
             cache_paths.prepare(cache, rows > 1 and self.ability.way is Way.TREE, free_slots)
-        self._kwargs = self.target._update_model_kwargs_for_generation(outputs, self._kwargs)
+        self._kwargs = self.target._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
         self.first_end = self._cached = (
             int(cache.get_seq_length()) if has_entries(cache) else self._tokens_seen(prompt)
         )

@@ -76,8 +76,8 @@ def write_features(
         raise ValueError(f"shard_rows is {shard_rows}; a file needs at least 1 row")
     if not 0 <= part[0] < part[1]:
         raise ValueError(f"part is {part}; it must be (i, n) with 0 <= i < n")
+    FeatureReader(target, layer_ids)  # rejects what it cannot read, before the folder is bound to it
     output = _output_layer(target, torch.as_tensor(dataset[0]["input_ids"], device=target.device)[None, :32])
-    FeatureReader(target, layer_ids)  # refuses layers that are not there, before the folder is bound to them
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     index = _index(dataset, layer_ids, shard_rows, dtype, target)

@@ -15,6 +15,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
 from ..export.card import write_card
+from ..features import require_own_tokens
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..ttt.loss import IGNORE_INDEX
 from ..ttt.settings import TTTSettings
@@ -64,6 +65,7 @@ class Eagle3Trainer(Trainer):
     ):
         if isinstance(train_dataset, Mapping):
             raise ValueError(f"train_dataset has the splits {', '.join(train_dataset)}: pass one of them")
+        require_own_tokens(target_model)
         args = args or Eagle3TrainingArguments()
         args._n_gpu = min(args.n_gpu, 1)  # DataParallel cannot split the teacher's rows; torchrun uses several GPUs
         self.target_model = target_model.eval().requires_grad_(False)
