@@ -5,7 +5,8 @@ gives all that a caller can see of it. A call that vanilla refuses, or ends with
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,6 +17,8 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
@@ -24,6 +27,7 @@ from transformers import (
 
 from drafts import TREES, ForetellingDraft, Recorder, cache_of, new_draft, target_of
 from eagle3_hf.decoding.target import CACHE_KEY
+from eagle3_hf.features import decoder_blocks
 from families import FAMILIES, VOCAB_SIZE, prompt
 
 
@@ -38,9 +42,82 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def head_of(family: str, name: str) -> ForetellingDraft:
+def head_of(family: str, name: str, copy: int = 0) -> ForetellingDraft:
+    """A head, one for the whole session; `copy` for another one of the same weights."""
     fields = dict(HEADS[name])
     return new_draft(target_of(family), fields.pop("half", False), **fields)
+
+
+# ----- code of the caller's in the target's forward ------------------------------------------------------------------
+
+
+def everywhere(out: torch.Tensor) -> torch.Tensor:
+    return out + 0.3 * torch.cos(torch.arange(out.shape[-1]))
+
+
+def at_the_newest(out: torch.Tensor) -> torch.Tensor:
+    return torch.cat([out[:, :-1], everywhere(out[:, -1:])], dim=1)
+
+
+def at_single_tokens(out: torch.Tensor) -> torch.Tensor:
+    return everywhere(out) if out.shape[1] == 1 else out
+
+
+def by_row(out: torch.Tensor) -> torch.Tensor:
+    return out + 0.3 * torch.arange(len(out))[:, None, None] * torch.cos(torch.arange(out.shape[-1]))
+
+
+HOOKS = {hook.__name__: hook for hook in (everywhere, at_the_newest, at_single_tokens, by_row)}
+HARMFUL_HOOKS = ("at_the_newest", "at_single_tokens")
+
+
+@contextmanager
+def hooked(target: PreTrainedModel, name: str | None) -> Iterator[None]:
+    """With a steering hook on one block, behind the hooks by which transformers captures outputs."""
+    if name is None:
+        yield
+        return
+    steer = HOOKS[name]
+
+    def hook(module, args, out):
+        return steer(out) if isinstance(out, torch.Tensor) else (steer(out[0]), *out[1:])
+
+    with torch.no_grad():
+        target(torch.ones(1, 2, dtype=torch.int64), output_hidden_states=True)
+    handle = decoder_blocks(target)[1].register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@cache
+def stepping(kind: type) -> type:
+    """A subclass that counts its steps in the model kwargs; the logits of every fifth step are turned round."""
+
+    class Stepping(kind):
+        def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
+            model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
+            return {**model_kwargs, "step": model_kwargs.get("step", 0) + 1}
+
+        def forward(self, *args, step=0, **kwargs):
+            out = super().forward(*args, **kwargs)
+            if step % 5 == 4:
+                out.logits = -out.logits
+            return out
+
+    return Stepping
+
+
+@contextmanager
+def counting_steps(target: PreTrainedModel, counts: bool) -> Iterator[None]:
+    kind = type(target)
+    if counts:
+        target.__class__ = stepping(kind)
+    try:
+        yield
+    finally:
+        target.__class__ = kind
 
 
 # ----- callbacks, new for each call ----------------------------------------------------------------------------------
@@ -115,6 +192,9 @@ class Call:
         callbacks: From a log to arguments that do, made anew for each run.
         user_cache, second_turn, as_config: A cache of the caller's; its continuation; arguments in a config object.
         window, is_auto: Settings of the head: how far its attention reaches, and whether the tree is sized by cost.
+        static_slots: A static cache of the caller's with so many slots more than the text takes; `None` for no such.
+        hook, counts_steps: Code of the caller's in the target.
+        is_beside: Another call of the same family is made in another thread meanwhile.
     """
 
     seed: int
@@ -131,13 +211,18 @@ class Call:
     streams: bool = False
     window: int | None = None
     is_auto: bool = False
+    static_slots: int | None = None
+    hook: str | None = None
+    counts_steps: bool = False
+    is_beside: bool = False
 
     def __str__(self) -> str:
         shape = tuple(next(iter(self.inputs.values())).shape[:2])
-        extras = [
-            name for name in ("user_cache", "second_turn", "as_config", "streams", "is_auto") if getattr(self, name)
-        ]
-        extras += [f"{len(self.callbacks)} callbacks"]
+        names = (
+            "user_cache", "second_turn", "as_config", "streams", "is_auto", "hook", "counts_steps", "is_beside",
+        )  # fmt: skip
+        extras = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name)]
+        extras += [f"{len(self.callbacks)} callbacks", f"static_slots={self.static_slots}"]
         kwargs = {name: value for name, value in self.kwargs.items() if name != "tokenizer"}
         head = f"{self.head} (window {self.window})"
         return f"call {self.seed}: {self.family}, {head}, tree {self.tree}, {shape}, {kwargs}, {extras}"
@@ -164,6 +249,7 @@ def draw(seed: int, tokenizer: Any = None) -> Call:
     _draw_outputs(rng, call)
     _draw_refused(rng, call)
     call.window, call.is_auto = rng.choice([None] * 6 + [1, 5, 16]), rng.random() < 0.15
+    _draw_surroundings(rng, call)
     if "inputs_embeds" in call.inputs:
         target = target_of(call.family)
         call.inputs["inputs_embeds"] = target.get_input_embeddings()(call.inputs["inputs_embeds"]).detach()
@@ -311,6 +397,20 @@ def _draw_outputs(rng: random.Random, call: Call) -> None:
         call.second_turn = rng.randint(1, 4)
 
 
+def _draw_surroundings(rng: random.Random, call: Call) -> None:
+    """What is not an argument: a static cache that is used over turns, code in the target, other threads."""
+    turns = "inputs" in call.inputs and call.kwargs.get("num_return_sequences", 1) == 1
+    if turns and not call.user_cache and "cache_implementation" not in call.kwargs and rng.random() < 0.3:
+        call.static_slots = rng.choice([0, 0, 1, 7, 60, 140])
+        call.second_turn = call.second_turn or rng.choice([0, 1, 3])
+        call.kwargs.pop("guidance_scale", None)  # runs a batch of its own through a cache of its own
+    if rng.random() < 0.1:
+        call.hook = rng.choice(list(HOOKS))
+    elif rng.random() < 0.04:
+        call.counts_steps = True
+    call.is_beside = not call.kwargs.get("do_sample") and rng.random() < 0.1
+
+
 REFUSED = {
     "num_beams": 2,
     "use_cache": False,
@@ -324,6 +424,9 @@ def _draw_refused(rng: random.Random, call: Call) -> None:
     if rng.random() < 0.03:
         name = rng.choice(list(REFUSED))
         call.kwargs[name] = REFUSED[name]
+
+
+FIRST_TURN = 5  # tokens
 
 
 # ----- making one ----------------------------------------------------------------------------------------------------
@@ -347,8 +450,15 @@ class Outcome:
 
 def run(call: Call, draft: ForetellingDraft | None = None, **more) -> Outcome:
     """Make the call, from fresh callbacks and from its seed; `more` overrides its arguments."""
+    target = target_of(call.family)
+    with hooked(target, call.hook), counting_steps(target, call.counts_steps):
+        return run_as_it_is(call, draft, **more)
+
+
+def run_as_it_is(call: Call, draft: ForetellingDraft | None = None, **more) -> Outcome:
+    """The same, without the caller's code in the target."""
     target, log, streamer = target_of(call.family), [], Recorder()
-    given = DynamicCache(config=target.config) if call.user_cache else None
+    given = _given_cache(call, target)
     kwargs: dict[str, Any] = {"assistant_model": draft}
     if given is not None:
         kwargs[CACHE_KEY] = given
@@ -359,13 +469,25 @@ def run(call: Call, draft: ForetellingDraft | None = None, **more) -> Outcome:
     inputs, out, error = call.inputs, None, None
     try:
         if call.second_turn:
-            inputs, kwargs[CACHE_KEY] = _after_a_first_turn(call, target, draft)
+            inputs, kwargs[CACHE_KEY] = _after_a_first_turn(call, target, draft, given)
         kwargs |= _arguments(call, more)
         torch.manual_seed(call.seed)
         out = target.generate(**inputs, **kwargs)
     except Exception as raised:  # noqa: BLE001 - whatever vanilla raises is what we must raise
         error = raised
     return Outcome(out, error, streamer.calls, log, torch.get_rng_state(), given)
+
+
+def _given_cache(call: Call, target: PreTrainedModel) -> Any:
+    if call.user_cache:
+        return DynamicCache(config=target.config)
+    if call.static_slots is None:
+        return None
+    ids = call.inputs["inputs"]
+    longest = call.kwargs.get("max_length", ids.shape[1] + call.kwargs.get("max_new_tokens", 0))
+    before = FIRST_TURN + call.second_turn if call.second_turn else 0
+    # The newest token needs no slot.
+    return StaticCache(config=target.config, max_cache_len=longest + before + call.static_slots - 1)
 
 
 def _arguments(call: Call, more: dict[str, Any]) -> dict[str, Any]:
@@ -375,11 +497,12 @@ def _arguments(call: Call, more: dict[str, Any]) -> dict[str, Any]:
     return {**config.update(**call.kwargs, **more), "generation_config": config}
 
 
-def _after_a_first_turn(call: Call, target, draft) -> tuple[dict, Any]:
+def _after_a_first_turn(call: Call, target, draft, given: Any) -> tuple[dict, Any]:
     """A conversation goes on: what was said, a few tokens more, and the cache of the first turn."""
     # With and without a draft: a cache says nothing about who filled it.
     helper = {"assistant_model": draft} if draft is not None and call.seed % 2 else {}
-    first = target.generate(**call.inputs, max_new_tokens=5, return_dict_in_generate=True, **helper)
+    kwargs = {} if given is None else {CACHE_KEY: given}
+    first = target.generate(**call.inputs, max_new_tokens=FIRST_TURN, return_dict_in_generate=True, **helper, **kwargs)
     ids = torch.cat([first.sequences, prompt(call.second_turn, call.seed, len(first.sequences))], dim=1)
     mask = call.inputs.get("attention_mask", torch.ones_like(call.inputs["inputs"]))
     grown = mask.new_ones(len(mask), ids.shape[1] - mask.shape[1])

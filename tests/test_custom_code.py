@@ -416,6 +416,20 @@ def test_activated_adapters_count_from_the_end_of_each_forward(target):
     assert torch.equal(adapted.generate(input_ids=text, max_new_tokens=20, assistant_model=draft), plain)
 
 
+@PEFT
+def test_an_adapter_for_each_row_is_no_reason_for_a_trial(target, trials):
+    text = padded([9, 4])
+    config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    draft = set_tree(new_draft(target, half=False), (12, 4, 3))
+    adapted = get_peft_model(target, config).eval()
+    inputs = {**ids_of([9, 4]), "max_new_tokens": 20, "adapter_names": ["default", "__base__"]}
+    plain = adapted.generate(**inputs)
+    draft.foretell(plain[:, text["inputs"].shape[1] :])
+    assert torch.equal(adapted.generate(**inputs, assistant_model=draft), plain)
+    assert draft.stats.mean_accepted > 0.3
+    assert not trials
+
+
 def test_what_a_hook_remembers_can_be_put_back():
     numbers, count = [1, 2], 0
     record: dict = {"inner": [5]}

@@ -5,13 +5,15 @@
 
 import re
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
-from drafts import assert_close, assert_same_cache, cache_of, set_tree
+from drafts import ForetellingDraft, assert_close, assert_same_cache, cache_of, set_tree, target_of
 from families import FAMILIES
-from random_calls import Call, Outcome, draw, head_of, run
+from random_calls import Call, Outcome, draw, head_of, hooked, run, run_as_it_is
 from test_stopping import tokenizer  # noqa: F401 - a fixture
 
 
@@ -25,26 +27,51 @@ class NearTie(Exception):
 def made(call: Call) -> tuple[str, object]:
     """What became of a call, `equal`, `near-tie`, `raised` (as vanilla's) or `refused`; and the draft's counters."""
     vanilla = run(call)
-    draft = set_tree(head_of(call.family, call.head), call.tree)
+    draft = told_head(call, vanilla)
+    ours = run(call, draft)
+    return judged(call, ours, vanilla), draft.stats
+
+
+def made_beside(call: Call, other: Call) -> list[tuple[str, object]]:
+    """The same of two calls on one target, made at once in two threads."""
+    calls = [call, other]
+    with hooked(target_of(call.family), call.hook):
+        vanillas = [run_as_it_is(one) for one in calls]
+        drafts = [
+            told_head(one, vanilla, place) for place, (one, vanilla) in enumerate(zip(calls, vanillas, strict=True))
+        ]
+        with ThreadPoolExecutor(2) as pool:
+            ours = list(pool.map(run_as_it_is, calls, drafts))
+    for one, vanilla in zip(ours, vanillas, strict=True):
+        one.generator = vanilla.generator  # both threads seed and move the one that there is
+    results = [judged(*three) for three in zip(calls, ours, vanillas, strict=True)]
+    return list(zip(results, [draft.stats for draft in drafts], strict=True))
+
+
+def told_head(call: Call, vanilla: Outcome, copy: int = 0) -> ForetellingDraft:
+    draft = set_tree(head_of(call.family, call.head, copy), call.tree)
     draft.generation_config.assistant_window = call.window
     if call.is_auto:
         draft.generation_config.num_assistant_tokens = "auto"
     told = [] if vanilla.error else vanilla.sequences[:, vanilla.sequences.shape[1] - new_tokens(call, vanilla) :]
-    ours = run(call, draft.foretell(told, call.seed, call.favourite))
+    return draft.foretell(told, call.seed, call.favourite)
+
+
+def judged(call: Call, ours: Outcome, vanilla: Outcome) -> str:
     if ours.error is not None and (vanilla.error is None or is_refusal(ours.error)):
         if not is_refusal(ours.error):
             raise AssertionError(f"{call}\n{ours.error!r}") from ours.error
         assert not ours.log, f"{call}: refused behind a call of a callback"
         assert len(ours.streamed) <= 1, f"{call}: refused behind the first token"
-        return "refused", None
+        return "refused"
     try:
         compare(call, ours, vanilla)
     except NearTie as tie:
         print("near-tie:", tie)  # noqa: T201 - shown by pytest -rA
-        return "near-tie", draft.stats
+        return "near-tie"
     except AssertionError as difference:
         raise AssertionError(f"{call}\n{difference}") from difference
-    return ("raised", None) if vanilla.error else ("equal", draft.stats)
+    return "raised" if vanilla.error else "equal"
 
 
 def is_refusal(error: Exception) -> bool:
@@ -84,7 +111,7 @@ def compare(call: Call, ours: Outcome, vanilla: Outcome) -> None:
         assert len(mine or ()) == len(theirs or ()), name
         for one, other in zip(mine or (), theirs or (), strict=True):
             close(one, other)
-    if call.kwargs.get("cache_implementation") != "static":
+    if call.kwargs.get("cache_implementation") != "static" and call.static_slots is None:
         assert_same_cache(cache_of(ours.out), cache_of(vanilla.out))
     assert int(cache_of(ours.out).get_seq_length()) == int(cache_of(vanilla.out).get_seq_length())
 
@@ -135,14 +162,27 @@ def make_calls(seeds, tokenizer) -> Counter:  # noqa: F811
     counts: Counter = Counter()
     for seed in seeds:
         call = draw(seed, tokenizer)
-        result, stats = made(call)
-        counts[result] += 1
-        if stats is not None:
-            counts["tokens"] += stats.emitted
-            counts["accepted"] += sum(stats.accepted)
-            counts["rejected"] += sum(stats.reached) - sum(stats.accepted)
-            counts["batches"] += next(iter(call.inputs.values())).shape[0] > 1
+        for result, stats in made_beside(call, beside(call, tokenizer)) if call.is_beside else [made(call)]:
+            count(counts, call, result, stats)
     return counts
+
+
+def beside(call: Call, tokenizer) -> Call:  # noqa: F811
+    """Another greedy call of the same family, with the same code in the target."""
+    others = (draw(seed, tokenizer) for seed in range(10**9 + call.seed, 2 * 10**9))
+    other = next(one for one in others if one.family == call.family and not one.kwargs.get("do_sample"))
+    return replace(other, hook=call.hook)
+
+
+def count(counts: Counter, call: Call, result: str, stats) -> None:
+    counts[result] += 1
+    for name in ("static_slots", "hook", "counts_steps", "is_beside"):
+        counts[name] += getattr(call, name) not in (None, False)
+    if result in ("equal", "near-tie"):
+        counts["tokens"] += stats.emitted
+        counts["accepted"] += sum(stats.accepted)
+        counts["rejected"] += sum(stats.reached) - sum(stats.accepted)
+        counts["batches"] += next(iter(call.inputs.values())).shape[0] > 1
 
 
 def check(counts: Counter, number: int) -> None:

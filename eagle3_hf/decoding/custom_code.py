@@ -23,10 +23,11 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 
-# Packages whose code in a forward is a model's own, distributes it, or is ours. Hooks of peft are tried: activated
-# LoRA counts its positions from the end of each forward.
+# Packages whose code in a forward is a model's own, distributes it, or is ours. Hooks of peft are tried, but for those
+# that choose an adapter for each row: activated LoRA counts its positions from the end of each forward.
 _MODEL_CODE = {"torch", "transformers", "accelerate", "peft", "eagle3_hf", "builtins", "abc", "typing"}
 _HOOK_CODE = _MODEL_CODE - {"peft"}
+_HOOKS_OF_PEFT = {"_adapter_names_pre_forward_hook"}
 
 _METHODS = {"forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"}
 _ACCELERATE_HOOK = "_hf_hook"
@@ -97,7 +98,7 @@ def _global_hooks() -> Iterator[Callable]:
 
 
 def _is_custom(hook: Any) -> bool:
-    return _origin(hook) not in _HOOK_CODE
+    return _origin(hook) not in _HOOK_CODE and not (_origin(hook) == "peft" and _name(hook) in _HOOKS_OF_PEFT)
 
 
 def _is_custom_class(kind: type) -> bool:
