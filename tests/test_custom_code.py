@@ -1,6 +1,7 @@
 """Code of others in a target's forward: what is tried, what is known to be harmless, and that the text is plain's."""
 
 import functools
+import logging
 import threading
 import types
 
@@ -16,12 +17,15 @@ from drafts import MODES, compare, new_draft, padded, set_tree
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.decoding import proof
 from eagle3_hf.decoding.abilities import Way, known_ability
-from eagle3_hf.decoding.custom_code import Memory, custom_code
+from eagle3_hf.decoding.custom_code import custom_code
+from eagle3_hf.decoding.hook_memory import Memory
 from eagle3_hf.decoding.proof import ability_of
 from eagle3_hf.features import FeatureReader, decoder_blocks
 from families import prompt, tiny
 from more_families import tiny_or_skip
 
+
+logger = logging.getLogger(__name__)
 
 PEFT = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
@@ -451,6 +455,20 @@ def test_what_a_hook_remembers_can_be_put_back():
     assert (count, numbers, record) == (0, [1, 2], {"inner": [5]})
     assert Memory(hook).settings() == settings
     assert not memory.has_counted()
+
+
+def test_what_a_hook_names_but_does_not_own_stays():
+    """A trial may be the first to import something, whose logger must not be taken away again."""
+
+    def hook():
+        return logger.getChild("made by a hook")
+
+    memory = Memory(hook)
+    child = hook()
+    memory.restore()
+    assert not memory.has_counted()
+    assert logging.getLogger(child.name) is child
+    assert child.name in logging.Logger.manager.loggerDict
 
 
 # ----- devices without float64 ---------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from transformers.cache_utils import StaticLayer
 from transformers.utils import logging
 
 from .abilities import TREE, Ability, Way, known_ability
-from .custom_code import CustomCode, Memory, custom_code
+from .custom_code import CustomCode, custom_code
+from .hook_memory import Memory
 from .snapshots import has_states, state_difference
 from .target import CACHE_KEY, TargetRun, uncompiled
 from .tree import DraftTree
