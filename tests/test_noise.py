@@ -1,10 +1,14 @@
 """`Noise` against `torch.multinomial` itself: equal ids, equal generator state, whatever happens in between."""
 
+import threading
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle3_hf.decoding import noise as noise_module
 from eagle3_hf.decoding.noise import Noise
 
 
@@ -18,6 +22,21 @@ FOREIGN = {
     "reseed": lambda: torch.manual_seed(11),
 }
 STEP = st.tuples(st.sampled_from(["nothing"] * 4 + sorted(FOREIGN)), st.integers(-1, 3), st.integers(-1, 3))
+
+
+@contextmanager
+def another_thread(is_there=True):
+    """Beside a thread that might draw, but does not."""
+    leave = threading.Event()
+    thread = threading.Thread(target=leave.wait)
+    if is_there:
+        thread.start()
+    try:
+        yield
+    finally:
+        leave.set()
+        if is_there:
+            thread.join()
 
 
 def random_probs(rows, vocab_size, steps, seed, temperature, dtype):
@@ -52,6 +71,7 @@ def with_look_ahead(seed, probs, script):
 
 @settings(deadline=None)
 @given(
+    is_threaded=st.booleans(),
     seed=st.integers(0, 2**32),
     rows=st.integers(1, 3),
     vocab_size=st.sampled_from([1, 2, 7, 16, 33, 300]),
@@ -59,10 +79,11 @@ def with_look_ahead(seed, probs, script):
     dtype=st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]),
     script=st.lists(STEP, min_size=1, max_size=8),
 )
-def test_ids_and_generator_equal_multinomial(seed, rows, vocab_size, temperature, dtype, script):
+def test_ids_and_generator_equal_multinomial(is_threaded, seed, rows, vocab_size, temperature, dtype, script):
     probs = random_probs(rows, vocab_size, len(script), seed % 1000, temperature, dtype)
     expected_ids, expected_state = vanilla(seed, probs, script)
-    ids, state = with_look_ahead(seed, probs, script)
+    with another_thread(is_threaded):
+        ids, state = with_look_ahead(seed, probs, script)
     assert ids == expected_ids
     assert torch.equal(state, expected_state)
 
@@ -153,6 +174,93 @@ def test_what_multinomial_refuses(kind, bad_row, peek):
 def test_other_probabilities_are_refused(probs, found):
     with pytest.raises(ValueError, match=rf"\(1, 3\) in torch.float32, got .*{found}"):
         Noise(1, 3, "cpu").choose(probs)
+
+
+# ----- several that draw from one generator --------------------------------------------------------------------------
+
+# Who acts (0 to 2: a `Noise`; 3: plain sampling), how far it looks before, and whether it uses a step.
+ACTS = st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 3), st.booleans()), min_size=2, max_size=24)
+
+
+def used(noise):
+    """The noise of the next step, used as `choose` uses it."""
+    noise.peek(0)
+    noise.claim()
+    values = noise.peek(0)
+    assert noise.advance()
+    return values
+
+
+@settings(deadline=None)
+@given(acts=ACTS, is_threaded=st.booleans())
+def test_nobody_gets_the_numbers_of_another(acts, is_threaded):
+    torch.manual_seed(0)
+    noises, found = [Noise(1, 9, "cpu") for _ in range(3)], []
+    with another_thread(is_threaded):
+        for who, step, uses in acts:
+            if who == 3:
+                found.append(torch.empty(1, 9).exponential_())
+            elif uses:
+                found.append(used(noises[who]))
+            elif step >= 0:
+                noises[who].peek(step)
+    # So plain sampling would have drawn them, by itself and in this order.
+    torch.manual_seed(0)
+    assert all(torch.equal(noise, torch.empty(1, 9).exponential_()) for noise in found)
+
+
+@pytest.mark.parametrize("is_threaded", [False, True])
+@pytest.mark.parametrize("looks_again", [False, True])
+def test_rows_ahead_are_told_that_somebody_has_drawn_since(is_threaded, looks_again):
+    """A row used the next step's noise, somebody drew, and another row is to use it: it is not the same any more."""
+    noise = Noise(2, 9, "cpu")
+    with another_thread(is_threaded):
+        first, second = (values.clone() for values in noise.peek_at([0, 1]))
+        assert noise.advance()
+        theirs = torch.empty(2, 9).exponential_()
+        assert torch.equal(theirs, second)
+        if looks_again:
+            noise.peek(0)
+        assert not noise.advance(), "one row has chosen with what somebody else has used"
+        # From here on nobody can take what was looked at.
+        coming = [values.clone() for values in noise.peek_at([0, 1, 2])]
+        torch.empty(2, 9).exponential_()
+        for values in coming:
+            assert torch.equal(noise.peek(0), values)
+            assert noise.advance()
+    numbers = torch.cat([first, theirs, *coming]).flatten()
+    assert len(numbers.unique()) == len(numbers)
+
+
+@pytest.mark.parametrize("is_threaded", [False, True])
+def test_somebody_draws_between_the_look_and_the_use(is_threaded):
+    noise, theirs = Noise(1, 500, "cpu"), []
+    race = noise.race
+
+    def interrupted(*arguments):
+        if not theirs:
+            theirs.append(int(torch.empty(1, 500).exponential_().argmin()))
+        return race(*arguments)
+
+    noise.race = interrupted
+    with another_thread(is_threaded):
+        chosen = int(noise.choose(torch.full((1, 500), 1 / 500)))
+    torch.manual_seed(0)
+    drawn = [int(torch.empty(1, 500).exponential_().argmin()) for _ in range(3)]
+    assert theirs == drawn[:1]
+    assert chosen == drawn[2 if is_threaded else 1], "beside threads, the draw that told of them is lost"
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (1, 16), (2, 300)])
+def test_passing_over_noise_takes_as_many_numbers(is_fast, dtype, shape, monkeypatch):
+    if not is_fast:
+        monkeypatch.setattr(noise_module, "_is_one_integer_each", lambda dtype: False)
+    drawing, passing = torch.Generator(), torch.Generator()
+    torch.empty(shape, dtype=dtype).exponential_(generator=drawing)
+    noise_module._pass_over(passing, shape, dtype)
+    assert torch.equal(drawing.get_state(), passing.get_state())
 
 
 @pytest.mark.gpu

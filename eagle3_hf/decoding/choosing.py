@@ -210,16 +210,35 @@ class TokenEmitter:
         if self.noise is None or not self.noise.fits(scores):
             self.noise = Noise(scores.shape[0], scores.shape[1], scores.device, scores.dtype)
         probs = nn.functional.softmax(picked, dim=-1)
+        tokens = self._raced(probs, steps)
+        if self._closes_next(steps):
+            self._refuse_pads()
+            if not self.noise.claim():
+                tokens = self._raced(probs, steps)
+        return tokens
+
+    def _raced(self, probs: torch.Tensor, steps: dict[int, int]) -> dict[int, int]:
         drawn = self._drawn(steps)
         chosen, valid = self.noise.race(probs, drawn)
         tokens = dict(zip(steps, chosen.tolist(), strict=True))
         return tokens if valid else self._without_invalid(tokens, probs, drawn, steps)
 
+    def _closes_next(self, steps: dict[int, int]) -> bool:
+        """Whether these rows are all that the next step still lacks, and none has chosen with its noise before."""
+        return all(
+            steps.get(row) == self.steps or (self._is_over(row) and self._has_next(row)) for row in range(self.rows)
+        )
+
+    def _is_over(self, row: int) -> bool:
+        """Whether this row only writes pad tokens from the next step on."""
+        return self.is_closed(row) and self._finished_at[row] < self.steps
+
     def _drawn(self, steps: dict[int, int]) -> torch.Tensor:
         """The noise of each row's own step; of pad tokens behind the others any will do."""
         if self.rows == 1:
             return self.noise.peek(0)
-        return torch.stack([self.noise.peek(max(0, step - self.steps))[row] for row, step in steps.items()])
+        coming = self.noise.peek_at([max(0, step - self.steps) for step in steps.values()])
+        return torch.stack([noise[row] for row, noise in zip(steps, coming, strict=True)])
 
     def _without_invalid(
         self, tokens: dict[int, int], probs: torch.Tensor, drawn: torch.Tensor, steps: dict[int, int]
@@ -276,7 +295,9 @@ class TokenEmitter:
             step = self.steps
             if self._do_sample:
                 self._refuse_pads()
-                self.noise.advance()
+                if not self.noise.advance():
+                    self._take_back_all()
+                    return
             self.steps += 1
             self._is_closing = True
             if not self._stop.is_simple:
@@ -288,6 +309,7 @@ class TokenEmitter:
             if self._streamer is not None:
                 self._streamer.put(torch.tensor([self.known(row, step, 1)[0] for row in range(self.rows)]))
             if self._do_sample and self.rows > 1 and not self.done and self.noise.was_moved():
+                self.was_moved = True
                 self._take_back_all()
             self._is_closing = False
 
@@ -305,8 +327,7 @@ class TokenEmitter:
                 self.noise.check(probs)
 
     def _take_back_all(self) -> None:
-        """What rows ahead have chosen with noise that has changed since."""
-        self.was_moved = True
+        """What rows have chosen with noise that has changed since."""
         for row in range(self.rows):
             self._take_back(row, self.steps)
             at = self._finished_at[row]

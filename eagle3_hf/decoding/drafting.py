@@ -101,7 +101,8 @@ class NoiseRanking:
         """The noise (B, V) of each row's own step."""
         if self.offsets is None or not any(self.offsets):
             return self._noise.peek(level)
-        return torch.stack([self._noise.peek(ahead + level)[row] for row, ahead in enumerate(self.offsets)])
+        coming = self._noise.peek_at([ahead + level for ahead in self.offsets])
+        return torch.stack([noise[row] for row, noise in enumerate(coming)])
 
 
 @dataclass

@@ -5,9 +5,18 @@ of p's device and returns `argmax(p / e)`. Plain sampling so consumes one such t
 `Noise` draws the coming ones on a copy of the generator, so that a draft may look at them (coupling by common random
 numbers, Daliri et al., arXiv 2408.07978), and moves the real generator only when a token is chosen: after a stop, an
 exception or an interrupt it stands where plain sampling would have left it.
+
+Other threads may draw from the same generator at any time. Each draw of torch is atomic, but looking at a copy and
+moving the original are two acts. So noise that was looked at is only expected until the generator has moved over it by
+a draw of its own; where the generator then stands tells whether somebody else has drawn in between. Whoever finds that
+out uses other noise, and from then on draws the coming steps from the generator itself, before they are needed: these
+numbers are nobody else's, and a state that several threads move is reproducible for none of them anyway.
 """
 
-from collections import deque
+import math
+import threading
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -32,7 +41,10 @@ class Noise:
         self._real = _default_generator(self._device)
         self._ahead = torch.Generator(self._real.device)
         # Drawn but not used yet: (noise, state of the generator behind it), the next step first.
-        self._steps: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self._steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_claimed = False  # the next step's noise is ours: the generator has moved over it
+        self._draws_ahead = False  # other threads draw as well: `_steps` come from the real generator, all are ours
+        self._was_dropped = False  # noise that was looked at has been replaced since somebody was last told
         self._left_at = self._start()
 
     @property
@@ -48,8 +60,12 @@ class Noise:
         The noise `e` `(B, V)` of a step to come, 0 being the next one. The real generator does not move; the tensor is
         the one `choose` will use, so do not write to it.
         """
+        return self.peek_at([step])[0]
+
+    def peek_at(self, steps: Sequence[int]) -> list[torch.Tensor]:
+        """The noise `(B, V)` of each of some steps to come (see `peek`), all from one state of the generator."""
         self._drop_if_moved()
-        return self._draw_up_to(step)
+        return [self._draw_up_to(step) for step in steps]
 
     def choose(self, probs: torch.Tensor) -> torch.Tensor:
         """
@@ -73,6 +89,8 @@ class Noise:
         winners, valid = self.race(probs, self.peek(0))
         if not valid:
             return torch.multinomial(probs, 1).squeeze(-1)
+        if not self.claim():
+            winners, _ = self.race(probs, self.peek(0))
         self.advance()
         return winners
 
@@ -94,34 +112,102 @@ class Noise:
         """Let multinomial itself refuse probabilities `(n, V)` that it cannot draw from; no generator in use moves."""
         torch.multinomial(probs, 1, generator=torch.Generator(self._real.device))
 
-    def advance(self) -> None:
-        """The next step's noise has been used: the generator moves as plain sampling would have moved it."""
+    def claim(self) -> bool:
+        """
+        Move the generator over the next step's noise, as plain sampling would move it, so that nobody else gets it.
+
+        Returns:
+            `bool`: whether that noise is what `peek(0)` gave before. If not, another thread was first: choose with
+            what `peek(0)` gives now.
+        """
+        self._was_dropped = False
+        return self._draws_ahead or self._is_claimed or self._move()
+
+    def advance(self) -> bool:
+        """
+        The next step's noise has been used, for some rows perhaps before others.
+
+        Returns:
+            `bool`: whether it was the same for all of them and nobody else's. If not, other threads have drawn since:
+            the step is still to come, and every choice from it on must be made again.
+        """
+        if self._was_dropped:
+            self._draw_ahead()
+            return False
         self._draw_up_to(0)
-        _, self._left_at = self._steps.popleft()
-        self._real.set_state(self._left_at)
+        if not self.claim():
+            return False
+        del self._steps[0]
+        self._is_claimed = False
+        return True
 
     def was_moved(self) -> bool:
         """Whether somebody else has drawn from the generator, or set it: what was known ahead is then forgotten."""
-        return self._drop_if_moved()
+        self._drop_if_moved()
+        moved, self._was_dropped = self._was_dropped, False
+        return moved
 
     def _draw_up_to(self, step: int) -> torch.Tensor:
+        generator = self._real if self._draws_ahead else self._ahead
         while len(self._steps) <= step:
             noise = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            noise.exponential_(generator=self._ahead)
-            self._steps.append((noise, self._ahead.get_state()))
+            noise.exponential_(generator=generator)
+            self._steps.append((noise, generator.get_state()))
         return self._steps[step][0]
 
-    def _drop_if_moved(self) -> bool:
-        moved = not torch.equal(self._real.get_state(), self._left_at)
-        if moved:
-            self._steps.clear()
+    def _move(self) -> bool:
+        """Move the generator behind the next step's noise, or find that it has left the place before it."""
+        behind = self._steps[0][1]
+        if threading.active_count() == 1:  # and no other thread can begin before this one goes on
+            is_ours = self._stands_at(self._left_at)
+            if is_ours:
+                self._real.set_state(behind)
+        else:
+            _pass_over(self._real, self._shape, self._dtype)
+            is_ours = self._stands_at(behind)
+        if is_ours:
+            self._left_at, self._is_claimed = behind, True
+        else:
+            self._draw_ahead()
+        return is_ours
+
+    def _draw_ahead(self) -> None:
+        self._steps.clear()
+        self._draws_ahead, self._was_dropped = True, False
+
+    def _drop_if_moved(self) -> None:
+        if not self._draws_ahead and not self._stands_at(self._left_at):
+            self._was_dropped = True
+            del self._steps[int(self._is_claimed) :]
             self._left_at = self._start()
-        return moved
+
+    def _stands_at(self, state: torch.Tensor) -> bool:
+        return torch.equal(self._real.get_state(), state)
 
     def _start(self) -> torch.Tensor:
         state = self._real.get_state()
         self._ahead.set_state(state)
         return state
+
+
+def _pass_over(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Draw, in one atomic act, as many numbers as noise of this shape takes."""
+    if generator.device.type == "cpu" and _is_one_integer_each(dtype):
+        torch.empty(math.prod(shape), dtype=torch.int64).random_(generator=generator)
+    else:
+        torch.empty(shape, dtype=dtype, device=generator.device).exponential_(generator=generator)
+
+
+@cache
+def _is_one_integer_each(dtype: torch.dtype) -> bool:
+    """Whether an exponential takes as much of a CPU generator as an int64 does, and so a fraction of the time.
+
+    Builds of torch differ: some seed another generator instead.
+    """
+    noise, integers = torch.Generator(), torch.Generator()
+    torch.empty(40, dtype=dtype).exponential_(generator=noise)
+    torch.empty(40, dtype=torch.int64).random_(generator=integers)
+    return torch.equal(noise.get_state(), integers.get_state())
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
