@@ -27,7 +27,7 @@ from .export.card import write_card
 from .features import Borrowed, call_at_home, check_target, compute_dtype
 from .layouts import DROPPED_TENSORS
 from .loading import load_head
-from .tree_settings import complete_tree_settings
+from .tree_settings import declare_tree_settings
 from .ttt.loss import StepLoss, Supervision, supervised_mask, weighted_loss
 from .ttt.settings import TTTSettings
 from .unroll import training_time_test
@@ -76,7 +76,8 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
 
     It inherits `GenerationMixin` only so that transformers creates, saves and loads its `generation_config`, where the
     tree settings live: `num_assistant_tokens` (drafted nodes, root not counted), `assistant_tree_depth` (levels) and
-    `assistant_tree_top_k` (children per expanded node; 1 = a chain). When sampling, the draft looks at the coming
+    `assistant_tree_top_k` (children per expanded node; 1 = a chain). Where none of the three is set, a call chooses
+    them by the target's device (see `decoding.candidate.tree_settings`). When sampling, the draft looks at the coming
     random numbers (see `decoding.noise`); `assistant_known_noise = False` there turns that off, to measure its worth.
     """
 
@@ -108,7 +109,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         self._trial = (0, 0)  # rounds and accepted drafts so far, watched over the first 64 rounds
         self._warned_of_length = False
         self.post_init()
-        complete_tree_settings(self.generation_config)
+        declare_tree_settings(self.generation_config)
 
     # ----- the forward passes ---------------------------------------------------------------------------------------
 
@@ -341,7 +342,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
                 do not fit.
         """
         draft, info = load_head(cls, super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
-        complete_tree_settings(draft.generation_config)
+        declare_tree_settings(draft.generation_config)
         result: Any = (draft, info) if kwargs.get("output_loading_info") else draft
         return result
 

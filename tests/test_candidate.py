@@ -9,6 +9,7 @@ from drafts import draft_of, new_draft, observe, set_tree, target_of
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
 from eagle3_hf.decoding import loop
 from eagle3_hf.decoding.candidate import tree_settings
+from eagle3_hf.decoding.drafting import TreeSettings
 from families import prompt
 
 
@@ -127,10 +128,10 @@ def test_a_head_that_reads_the_last_block_needs_our_own_loop(stock):
 
 
 def test_settings_come_from_the_draft_unless_given():
-    draft = set_tree(draft_of("llama"), (15, 4, 4))
-    assert (tree_settings(draft).num_nodes, tree_settings(draft).depth, tree_settings(draft).top_k) == (15, 4, 4)
-    assert tree_settings(draft, 7).num_nodes == 7
-    assert Eagle3Candidate(target_of("llama"), draft).settings == tree_settings(draft)
+    target, draft = target_of("llama"), set_tree(draft_of("llama"), (15, 4, 4))
+    assert tree_settings(draft, target) == TreeSettings(15, 4, 4)
+    assert tree_settings(draft, target, 7) == TreeSettings(7, 4, 4)
+    assert Eagle3Candidate(target, draft).settings == tree_settings(draft, target)
 
 
 def test_a_candidate_needs_a_vocabulary_and_a_fitting_target():

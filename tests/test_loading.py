@@ -803,7 +803,7 @@ def test_loading_info_on_request(tmp_path):
     draft, info = load(published_folder(tmp_path), output_loading_info=True)
     assert isinstance(draft, Eagle3DraftModel)
     assert not info["missing_keys"]
-    assert draft.generation_config.assistant_tree_depth == 8
+    assert draft.generation_config.assistant_tree_depth is None
 
 
 def test_config_given(tmp_path):

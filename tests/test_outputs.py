@@ -18,6 +18,7 @@ from drafts import (
     pair,
     target_of,
 )
+from eagle3_hf.decoding.candidate import tree_settings
 from eagle3_hf.decoding.target import CACHE_KEY
 from families import FAMILIES, WINDOW, prompt
 
@@ -77,7 +78,7 @@ def test_counters_add_up(mode, tree):
         "a depth can be tried only where the one above was accepted"
     )
     assert stats.reached[0] <= stats.rounds
-    assert len(stats.reached) <= draft.generation_config.assistant_tree_depth
+    assert len(stats.reached) <= tree_settings(draft, target).depth
     seconds = stats.draft_seconds, stats.verify_seconds, stats.other_seconds
     assert min(seconds) > 0
     assert re.search(rf"{stats.emitted} tokens in {stats.rounds} rounds", str(stats))

@@ -3,8 +3,10 @@
 import importlib.metadata
 import logging
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -53,16 +55,38 @@ def test_unknown_name_is_an_attribute_error():
         _ = eagle3_hf.no_such_name
 
 
-def test_version_is_the_one_of_the_metadata():
-    declared = re.search(r'^version = "(.+)"$', PYPROJECT, re.MULTILINE).group(1)
-    assert eagle3_hf.__version__ == declared
-    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"version: {declared}\n" in citation
+def test_the_version_stands_in_one_place():
+    files = [*REPOSITORY.glob("*.*"), *(REPOSITORY / "eagle3_hf").rglob("*.py")]
+    holders = [
+        path.relative_to(REPOSITORY).as_posix()
+        for path in files
+        if path.is_file()
+        and re.search(r"^(__)?version(__)?\s*[:=]\s*['\"]?\d", path.read_text(encoding="utf-8"), re.M)
+    ]
+    assert holders == ["eagle3_hf/__init__.py"]
     try:
         installed = importlib.metadata.version("eagle3-hf")
     except importlib.metadata.PackageNotFoundError:
         return  # run from the source tree
-    assert installed == declared
+    assert installed == eagle3_hf.__version__
+
+
+def test_the_sdist_has_all_that_the_tests_read(tmp_path):
+    """And the version, which its builder reads from the source."""
+    pytest.importorskip("setuptools", minversion="77")
+    caches = shutil.ignore_patterns(".git", "*cache*", "*.egg-info", "*.safetensors", "build", "dist", "*venv*")
+    source = shutil.copytree(REPOSITORY, tmp_path / "source", ignore=caches)
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    (path,) = tmp_path.glob("*.tar.gz")
+    assert path.name == f"eagle3_hf-{eagle3_hf.__version__}.tar.gz"
+    with tarfile.open(path) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("tests", "docs", "examples", "eagle3_hf"):
+        files = [path for path in (source / folder).rglob("*") if path.is_file()]
+        assert files
+        assert {path.relative_to(source).as_posix() for path in files} <= packed
+    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "setup.cfg", ".ci/run"} <= packed
 
 
 def test_exactly_the_seven_dependencies_each_with_a_floor():

@@ -120,7 +120,7 @@ def test_tree_settings_saved_with_the_head(refused):
             "auto" if name != "num_assistant_tokens" else "all",
             0,
             True,
-            None if name != "num_assistant_tokens" else -1,
+            -1,
         ):
             setattr(draft.generation_config, name, value)
             refused(f"{name}", draft=draft)

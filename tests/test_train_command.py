@@ -193,8 +193,22 @@ def test_a_dry_run_says_what_would_be_done(folder, tmp_path, capsys):
     assert main(["train", train, "--dry_run"]) == 0
     assert not list((tmp_path / "out").glob("*.safetensors"))
     said = capsys.readouterr().out
-    assert "8 rows, 2 a step on 1 process(es), 6 steps of 3 levels" in said
+    assert "8 rows, 2 a step on 1 process(es), 6 steps of 3 levels, peak learning rate 0.002" in said
+    assert "There are only" not in said
     assert "M trained; 0.00 GB with gradients and AdamW's moments" in said
+
+
+def test_a_dry_run_warns_of_few_steps_and_shows_the_rate_of_the_width(folder, tmp_path, capsys):
+    """With epochs and no rate, as a first run is made; the tiny head is narrower than any that a rate is known of."""
+    options = ["--target", str(folder / "target"), "--train_data", str(folder / "chats.jsonl"), "--held_out", "2"]
+    options += ["--draft_vocab_size", "200", "--output_dir", str(tmp_path / "out"), "--use_cpu", "--packing"]
+    assert main(["train", *options, "--dry_run", "--max_length", "160"]) == 0
+    said = capsys.readouterr().out
+    assert "3 steps of 7 levels, peak learning rate 0.001" in said
+    assert (
+        "There are only 3 steps, of 8 rows of up to 160 tokens, many chats each; a new head learns little in" in said
+    )
+    assert "Lower per_device_train_batch_size or max_length, raise num_train_epochs, or train on more chats." in said
 
 
 def test_a_run_of_another_head_is_not_gone_on_with(folder, tmp_path, capsys):
@@ -208,7 +222,7 @@ def test_a_run_of_another_head_is_not_gone_on_with(folder, tmp_path, capsys):
     assert f"{out / 'checkpoint-2'} is of a head with draft_vocab_size 200, and this run asks for 150" in (
         capsys.readouterr().err
     )
-    assert main(["train", train, *short]) == 0
+    assert main(["train", train, *short, "--max_steps", "3"]) == 0
     assert f"goes on from {out / 'checkpoint-2'}; for a new run take another output_dir" in capsys.readouterr().out
 
 

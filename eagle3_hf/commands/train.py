@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from eagle3_hf.training.run import train_head
 
     trainer = train_head(model, data, args, say=partial(print, flush=True))
-    if not data.dry_run and trainer.is_world_process_zero():
+    if trainer is not None and not data.dry_run and trainer.is_world_process_zero():
         print(f"the head is in {args.output_dir}")
     return 0
 

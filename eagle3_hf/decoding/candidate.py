@@ -1,7 +1,6 @@
 """`Eagle3Candidate`: target features in, draft tree out; the draft's cache is kept between rounds."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -10,7 +9,7 @@ from transformers.utils import logging
 
 from ..draft_attention import CachedAttention, DraftCache
 from ..modeling_eagle3 import Eagle3DraftModel
-from ..tree_settings import PAPER_TREE
+from ..tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
 from .drafting import NoiseRanking, Ranking, TreeGrower, TreeSettings, greedy_ranking
 from .noise import Noise
 from .tree import DraftTree
@@ -31,7 +30,7 @@ class Eagle3Candidate(CandidateGenerator):
     Args:
         target: The target, from which missing parts of the draft are borrowed for this object's life.
         draft: The head; its dtype, device and mode stay as they are.
-        settings: Tree size; the draft's `generation_config` when `None`.
+        settings: Tree size; what `tree_settings` finds when `None`.
         noise: The noise that sampling will use; `None` for greedy decoding.
         warpers: The call's prefix-free warpers, for the draft's probabilities when sampling.
         start_position: Position of the first row that will be fed (> 0 when an older cache is continued).
@@ -56,7 +55,7 @@ class Eagle3Candidate(CandidateGenerator):
         draft._require_vocabulary("drafting")
         draft.check_target(target)
         self.draft = draft
-        self.settings = settings or tree_settings(draft)
+        self.settings = settings or tree_settings(draft, target)
         self._start = start_position
         self._cache = DraftCache(draft.config.num_hidden_layers, draft_window(draft))
         self._last: torch.Tensor | None = None  # (B, 1, H) output at the last committed row
@@ -246,13 +245,29 @@ def draft_window(draft: Eagle3DraftModel) -> int | None:
     return window
 
 
-def tree_settings(draft: Eagle3DraftModel, num_assistant_tokens: int | None = None) -> TreeSettings:
+def tree_settings(
+    draft: Eagle3DraftModel, target: PreTrainedModel, num_assistant_tokens: int | str | None = None
+) -> TreeSettings:
     """The draft's own settings, with a call's number of nodes instead of its own when given.
 
-    `"auto"` for that number makes the settings the limits of what `sizing` chooses.
+    Where neither sets anything, the size is chosen by the target's device; where only some fields are set, the paper's
+    tree has the others. `"auto"` for the number of nodes makes the settings the limits of what `sizing` chooses.
     """
-    config: Any = draft.generation_config  # the tree's depth and width are fields that transformers does not know
-    num_nodes = config.num_assistant_tokens if num_assistant_tokens is None else num_assistant_tokens
-    at_most = num_nodes == "auto"
-    num_nodes = PAPER_TREE["num_assistant_tokens"] if at_most else num_nodes
-    return TreeSettings(num_nodes, config.assistant_tree_depth, config.assistant_tree_top_k, at_most)
+    given = given_tree(draft.generation_config)
+    if num_assistant_tokens is not None:
+        given["num_assistant_tokens"] = num_assistant_tokens
+    at_most = given.get("num_assistant_tokens") == "auto"
+    tree = {**PAPER_TREE, **given} if given else _default_tree(target)
+    num_nodes = PAPER_TREE["num_assistant_tokens"] if at_most else tree["num_assistant_tokens"]
+    return TreeSettings(num_nodes, tree["assistant_tree_depth"], tree["assistant_tree_top_k"], at_most)
+
+
+def _default_tree(target: PreTrainedModel) -> dict[str, int]:
+    """By where the target's weights are; offloaded ones are nowhere, and dear enough to fetch for a large tree."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in target.parameters())
+    tree, where = (CPU_TREE, "its target is on a CPU") if on_cpu else (PAPER_TREE, "its target is on an accelerator")
+    logger.info_once(
+        f"The draft head has no tree settings and {where}: it drafts {in_words(tree)} (nodes / levels / children). To "
+        f"choose another tree, set {', '.join(PAPER_TREE)} on draft.generation_config."
+    )
+    return tree

@@ -176,7 +176,7 @@ def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, 
     _check_target_class(target)
     _check_mode(target, mode, config)
     _check_options(config, mode_kwargs)
-    _call_settings(draft, config)
+    _call_settings(target, draft, config)
     draft_window(draft)
     _check_tokenizer(draft, mode_kwargs.get("tokenizer"))
 
@@ -245,9 +245,9 @@ def _check_target_class(target) -> None:
         )
 
 
-def _call_settings(draft: Eagle3DraftModel, config: GenerationConfig) -> TreeSettings:
+def _call_settings(target, draft: Eagle3DraftModel, config: GenerationConfig) -> TreeSettings:
     number = config.num_assistant_tokens
-    return tree_settings(draft, None if number in (None, _DEFAULT_NUM_ASSISTANT_TOKENS) else number)
+    return tree_settings(draft, target, None if number in (None, _DEFAULT_NUM_ASSISTANT_TOKENS) else number)
 
 
 def decode(
@@ -286,7 +286,7 @@ def decode(
             **model_kwargs,
         )
     _do_not_compile(generation_config)
-    settings = _call_settings(draft, generation_config)
+    settings = _call_settings(target, draft, generation_config)
     if ability.way is Way.CHAIN:
         settings = TreeSettings(settings.depth, settings.depth, 1, settings.at_most)
     if ability.restores and generation_config.output_attentions:

@@ -5,6 +5,8 @@ import os
 import torch
 from tqdm.auto import tqdm
 
+from ..decoding.candidate import tree_settings
+from ..tree_settings import given_tree
 from ..vocab import check_tokenizer
 from .bench import TREE_FIELDS, TaskResult, compare, encode, round_cost
 from .tasks import load_tasks
@@ -22,12 +24,14 @@ def parse_tree(text: str) -> Tree:
     return nodes, depth, top_k
 
 
-def set_tree(draft, tree: Tree | None) -> Tree:
-    """Set nodes, depth and top_k on the head (kept as they are for `None`); returns what holds now."""
+def set_tree(target, draft, tree: Tree | None) -> str:
+    """Set nodes, depth and top_k on the head (kept as they are for `None`); returns what holds now, in words."""
     for name, value in zip(TREE_FIELDS, tree or (), strict=False):
         setattr(draft.generation_config, name, value)
-    nodes, depth, top_k = (getattr(draft.generation_config, name) for name in TREE_FIELDS)
-    return nodes, depth, top_k
+    settings = tree_settings(draft, target)
+    nodes = "auto" if settings.at_most else settings.num_nodes
+    default = "" if given_tree(draft.generation_config) else f" (the default on {target.device.type})"
+    return f"{nodes}/{settings.depth}/{settings.top_k}{default}"
 
 
 def print_tasks(
@@ -35,7 +39,7 @@ def print_tasks(
 ) -> dict[str, TaskResult]:
     """Measure every task of a folder with one tree and print a Markdown table."""
     check_tokenizer(draft.config, tokenizer)
-    held = set_tree(draft, tree)
+    held = set_tree(target, draft, tree)
     draft.generation_config.assistant_known_noise = not ignore_noise
     tasks = load_tasks(folder, questions)
     results = {name: TaskResult() for name in tasks}
@@ -44,7 +48,7 @@ def print_tasks(
     for seed, (name, question) in enumerate(tqdm(jobs, desc="Measuring", unit="question")):
         inputs = encode(tokenizer, question, target.device)
         results[name].comparisons.append(compare(target, draft, inputs, seed=seed, **options))
-    print(f"tree {'/'.join(map(str, held))}, {options}, {target.dtype}, {torch.get_num_threads()} threads")
+    print(f"tree {held}, {options}, {target.dtype}, {torch.get_num_threads()} threads")
     print("| task | speed-up | tau | loop overhead | equal ids |\n|---|---|---|---|---|")
     for name, result in results.items():
         count = len(result.comparisons)

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..configuration_eagle3 import Eagle3DraftConfig
-from ..tree_settings import PAPER_TREE
+from ..tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
 from .engines import CHAIN
 from .obstacles import ENGINES, has_windows, obstacles
 
@@ -178,9 +178,14 @@ def _facts(
     variants = _variants(config)
     if variants:
         facts["variants"] = ", ".join(variants)
-    tree = [getattr(generation_config, field, None) for field in PAPER_TREE]
-    if all(isinstance(value, int) for value in tree):
-        facts["tree saved with it"] = "{} / {} / {} (drafted nodes / levels / children per node)".format(*tree)
+    if given_tree(generation_config):
+        tree = in_words({**PAPER_TREE, **given_tree(generation_config)})
+        facts["tree saved with it"] = f"{tree} (drafted nodes / levels / children per node)"
+    else:
+        facts["tree"] = (
+            f"by device: {in_words(CPU_TREE)} on a CPU, {in_words(PAPER_TREE)} elsewhere (drafted nodes / levels / "
+            "children per node)"
+        )
     return facts
 
 

@@ -4,8 +4,23 @@ import json
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 from ..ttt.settings import ATTENTIONS, LOSS_TYPES, TTTSettings
+
+
+logger = logging.get_logger(__name__)
+
+_DEMO_WIDTH, _DEMO_RATE = 576, 1e-3  # of the demo head
+_EXPONENT = 1.5  # with it, heads of 4,096 get the reference code's 5e-5
+
+
+def learning_rate_for(width: int) -> float:
+    """The peak rate for a head of this width: 1e-3 up to 576, 1.5e-4 at 2,048, 5.3e-5 at 4,096.
+
+    Two rates are known, at 576 and at about 4,096; the others lie on the line through these, in logarithms.
+    """
+    return float(f"{_DEMO_RATE * min(1.0, (_DEMO_WIDTH / width) ** _EXPONENT):.1e}")
 
 
 def _fields(name: str, value: dict | str | None) -> dict | None:
@@ -23,9 +38,11 @@ def _fields(name: str, value: dict | str | None) -> dict | None:
 
 @dataclass
 class Eagle3TrainingArguments(TrainingArguments):
-    """`TrainingArguments` with the paper's defaults (AdamW 5e-5, betas 0.9/0.95, clip 0.5) and these fields.
+    """`TrainingArguments` with the paper's defaults (AdamW, betas 0.9/0.95, clip 0.5) and these fields.
 
     Args:
+        learning_rate: Peak rate; where it is `None`, [`Eagle3Trainer`] sets that of `learning_rate_for`, by the head's
+            width.
         ttt_steps: Steps of training-time test; a head drafts about as deep as it was trained.
         step_decay: Weight `decay^s` of step `s`.
         step_weights: A weight for each step, in place of the decay.
@@ -86,7 +103,10 @@ class Eagle3TrainingArguments(TrainingArguments):
     eval_steps: float | None = field(
         default=500, metadata={"help": "Steps between evaluations (eval_strategy steps)."}
     )
-    learning_rate: float = field(default=5e-5, metadata={"help": "Peak learning rate."})
+    learning_rate: float | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "Peak learning rate (default: by the head's width; 1e-3 at 576, 5e-5 at 4096)."},
+    )
     adam_beta2: float = field(default=0.95, metadata={"help": "Second beta of AdamW."})
     max_grad_norm: float = field(default=0.5, metadata={"help": "Gradient norm to clip at."})
     logging_nan_inf_filter: bool = field(
@@ -99,7 +119,14 @@ class Eagle3TrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(default=False, metadata={"help": "Kept off: stored features are columns."})
 
     def __post_init__(self):
+        self._derived_rate: float | None = None
         super().__post_init__()
+        deepspeed = getattr(self, "hf_deepspeed_config", None)
+        if self.learning_rate is None and deepspeed and deepspeed.get_value("optimizer.params.lr", "none") is None:
+            raise ValueError(
+                "the DeepSpeed config has an optimizer whose lr is auto, and it is read before the head, whose width "
+                "gives the default, is known: set learning_rate"
+            )
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"  # torch would warn
         self.chat_template_kwargs = _fields("chat_template_kwargs", self.chat_template_kwargs)
         self.ttt_settings()  # refuses what means nothing
@@ -108,14 +135,39 @@ class Eagle3TrainingArguments(TrainingArguments):
             raise ValueError(f"max_length must be at least 3 (two tokens and one to learn), got {self.max_length}")
 
     def _refuse_what_heads_have_not(self) -> None:
+        """Raise ValueError for switches that would have no effect, or another one than their name says."""
+        no_predictions = "the evaluation of a head keeps no predictions, so that no compute_metrics could read them"
         reasons = {
             "gradient_checkpointing": "it is of whole models; for a head set checkpoint_ttt_steps",
             "label_smoothing_factor": "a head learns its target's distribution, not labels",
             "neftune_noise_alpha": "a head's input is its target's, without noise",
+            "use_liger_kernel": "Liger has no kernels for heads; ttt_attention and loss_chunk save memory",
+            "remove_unused_columns": "stored features are columns, which it would remove: leave it off",
+            "include_for_metrics": no_predictions,
+            "batch_eval_metrics": no_predictions,
         }
         for name, reason in reasons.items():
             if getattr(self, name):
                 raise ValueError(f"{name} is {getattr(self, name)}, but {reason}")
+        if self.label_names not in (None, [], ["labels"]):
+            raise ValueError(f"label_names is {self.label_names}, but a head's labels are in the column labels alone")
+        if self.length_column_name != "length":
+            raise ValueError(
+                f"length_column_name is {self.length_column_name!r}, but lengths are read off the rows: leave it out"
+            )
+        split = [f"{kind}_size" for kind in ("tp", "cp", "sp") if (_size(self.parallelism_config, kind) or 1) > 1]
+        if split:
+            raise ValueError(
+                f"parallelism_config sets {', '.join(split)}, but a head is not split over tensors or the length of a "
+                "text: train it with DDP, FSDP2 or DeepSpeed"
+            )
+
+    def settle_learning_rate(self, width: int) -> None:
+        """Where no rate was given, set the one for a head of this width; the next trainer's head may be another."""
+        if self.learning_rate is not None and self.learning_rate != self._derived_rate:
+            return
+        self.learning_rate = self._derived_rate = learning_rate_for(width)
+        logger.info(f"learning_rate is {self.learning_rate:g}, the default for heads of width {width}")
 
     def ttt_settings(self, training: bool = True) -> TTTSettings:
         """What the draft's forward is told; evaluation runs on every row.
@@ -134,6 +186,10 @@ class Eagle3TrainingArguments(TrainingArguments):
             checkpoint_steps=self.checkpoint_ttt_steps,
             loss_chunk=self.loss_chunk or None,
         )
+
+
+def _size(parallelism, kind: str) -> int | None:
+    return getattr(parallelism, f"{kind}_size", None)
 
 
 @dataclass

@@ -78,6 +78,24 @@ class Eagle3DataCollator:
             )
 
 
+def check_batch(batch: Mapping[str, Any], columns: Sequence[str] = ("input_ids", "labels")) -> None:
+    """Refuse what a collator of another maker gets wrong and nothing later would notice.
+
+    Args:
+        columns: what the batch must have: packed rows without `position_ids` would be read as one text, and stored
+            features that are left out would be made again.
+
+    Raises:
+        ValueError: a column is missing, or rows are padded on the left.
+    """
+    missing = [name for name in columns if name not in batch]
+    if missing:
+        raise ValueError(f"the data_collator made a batch without {' and '.join(missing)}; it has {', '.join(batch)}")
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and not bool(mask[:, 0].all()):
+        raise ValueError("the data_collator pads on the left, and a head's rows count from the left: pad on the right")
+
+
 def _column(examples: Sequence[Mapping[str, Any]], name: str, lengths: list[int]) -> list[Tensor]:
     pairs = zip(examples, lengths, strict=True)
     return [token_column(example, name, i, length) for i, (example, length) in enumerate(pairs)]

@@ -1,6 +1,8 @@
 """From what a user passes to `Eagle3Trainer` to what it trains on: datasets made ready and checked, the vocabulary."""
 
 from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -14,6 +16,10 @@ from .data import prepare_dataset, special_token_ids
 from .packing import PackedDataset, only_labels
 from .stored import StoredFeatures
 from .vocab_cache import cached_draft_vocab, report_coverage
+
+
+# Chats that were encoded here, by what was chosen among their turns: prepared again, they are as they were.
+_encoded: WeakKeyDictionary[Any, tuple[bool, bool]] = WeakKeyDictionary()
 
 
 def settle_tokenizer(draft: Eagle3DraftModel, tokenizer) -> None:
@@ -33,6 +39,8 @@ def settle_tokenizer(draft: Eagle3DraftModel, tokenizer) -> None:
 def prepare(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, args: Eagle3TrainingArguments):
     """Chats become rows of ids and labels; rows and stored features are checked; with `args.packing` all are packed.
 
+    What it returns may be prepared again, which changes nothing.
+
     Raises:
         ValueError: nothing to learn from, columns missing, or features of something else.
     """
@@ -50,6 +58,7 @@ def _rows(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, 
     if isinstance(dataset, PackedDataset):
         _rows(dataset.dataset, draft, target, tokenizer, args)
         return dataset
+    choice = args.last_turn_only, args.mask_reasoning
     if isinstance(dataset, StoredFeatures):
         dataset.check(target, draft.config.target_layer_ids)
     else:
@@ -57,7 +66,7 @@ def _rows(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, 
         if "input_ids" not in columns:
             if tokenizer is None:
                 raise ValueError("chats need a tokenizer to become tokens: pass processing_class=tokenizer")
-            return prepare_dataset(
+            rows = prepare_dataset(
                 dataset,
                 tokenizer,
                 max_length=args.max_length,
@@ -66,9 +75,13 @@ def _rows(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, 
                 last_turn_only=args.last_turn_only,
                 mask_reasoning=args.mask_reasoning,
             )
+            _encoded[rows] = choice
+            return rows
+        if not isinstance(dataset, list) and _encoded.get(dataset) == choice:
+            return dataset
         if "labels" not in columns:
             raise ValueError("rows with input_ids need labels too: the token where it is to be learnt, else -100")
-    if args.last_turn_only or args.mask_reasoning:
+    if any(choice):
         raise ValueError(
             "last_turn_only and mask_reasoning choose among the turns of chats, but these rows are tokens already: "
             "set them where the chats are encoded (prepare_dataset, eagle3-hf features)"

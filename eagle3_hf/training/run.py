@@ -14,8 +14,10 @@ from ..modeling_eagle3 import Eagle3DraftModel
 from ..ttt.loss import IGNORE_INDEX
 from .arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
 from .checkpoints import last_whole_checkpoint
+from .earlier_run import MERGED, SHAPE, EarlierRun, find_earlier_run, refuse_to_overwrite
 from .packing import PackedDataset, only_labels
 from .sources import load_chats
+from .start import warn_of_few_steps
 from .stored import StoredFeatures
 from .tau import MeasureTau, sample_prompts
 from .trainer import Eagle3Trainer
@@ -23,21 +25,18 @@ from .trainer import Eagle3Trainer
 
 logger = logging.get_logger(__name__)
 
-_SHAPE = ("draft_vocab_size", "target_layer_ids", "hidden_size", "intermediate_size", "num_hidden_layers")
-MERGED = "merged"  # folder of the head with its adapters merged in, beside the adapters
-
 
 def train_head(
     model: ModelArguments, data: DataArguments, args: Eagle3TrainingArguments, say: Callable[[str], None] = logger.info
-) -> Eagle3Trainer:
+) -> Eagle3Trainer | None:
     """Prepare the data, load the target, make or load the head, train, evaluate, save with a card, push where asked.
 
     `args.output_dir` holds the checkpoints and in the end the head (adapters, with `lora_r`, and the head with them
-    merged in, in `merged`). Where it has checkpoints, the run goes on from the last that is whole. `say` is told what
-    is about to be done, in the first process.
+    merged in, in `merged`). Where it has checkpoints, the run goes on from the last that is whole; where the run is
+    finished, nothing is loaded and nothing touched. `say` is told what is about to be done, in the first process.
 
     Returns:
-        The trainer, done; before its first step with `data.dry_run`.
+        The trainer, done; before its first step with `data.dry_run`; `None` where the run was finished before.
 
     Raises:
         ValueError: arguments that contradict each other, data without anything to learn, a head that does not fit.
@@ -49,6 +48,11 @@ def train_head(
         )
     if args.metric_for_best_model in ("eval_tau", "tau") and not data.tau_prompts:
         raise ValueError("metric_for_best_model is eval_tau, but nothing measures it: set tau_prompts, to 16 say")
+    earlier = find_earlier_run(args.output_dir, adapters=bool(model.lora_r))
+    if earlier is not None and earlier.has_all(args) and earlier.is_of(model):
+        if args.process_index == 0:
+            say(earlier.in_words())
+        return None
     set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(model.target)
     train, evaluation = load_data(data, args.seed if args.data_seed is None else args.data_seed)
@@ -69,20 +73,28 @@ def train_head(
         trainer.add_callback(MeasureTau([row_prompt(row) for row in rows], max_new_tokens=data.tau_new_tokens))
     if trainer.is_world_process_zero():
         say("\n".join(plan(trainer)))
+        warning = warn_of_few_steps(args, planned_steps(trainer))
+        if data.dry_run and warning is not None:  # else training says it
+            say(warning)
     if not data.dry_run:
-        _train_and_save(trainer, model, say)
+        _train_and_save(trainer, model, earlier, say)
     return trainer
 
 
-def _train_and_save(trainer: Eagle3Trainer, model: ModelArguments, say: Callable[[str], None]) -> None:
+def _train_and_save(
+    trainer: Eagle3Trainer, model: ModelArguments, earlier: EarlierRun | None, say: Callable[[str], None]
+) -> None:
     args = trainer.args
-    checkpoint = args.resume_from_checkpoint or last_whole_checkpoint(args.output_dir)
-    if isinstance(checkpoint, str):
+    checkpoint = _checkpoint(args)
+    if earlier is not None and checkpoint is None:
+        refuse_to_overwrite(earlier)
+    if checkpoint is not None:
         refuse_other_head(Path(checkpoint), trainer.model.config)
         if trainer.is_world_process_zero():
             say(f"goes on from {checkpoint}; for a new run take another output_dir")
     result = trainer.train(checkpoint)
-    trainer.save_metrics("train", result.metrics)
+    if result.metrics:  # none where the run had been stopped between its last step and its end
+        trainer.save_metrics("train", result.metrics)
     if trainer.eval_dataset is not None:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
@@ -95,6 +107,12 @@ def _train_and_save(trainer: Eagle3Trainer, model: ModelArguments, say: Callable
     trainer.create_model_card()
     if args.push_to_hub:
         trainer.push_to_hub()
+
+
+def _checkpoint(args: Eagle3TrainingArguments) -> str | None:
+    """The checkpoint that is asked for, else the last that is whole; from a command line `True` is a word."""
+    asked = args.resume_from_checkpoint
+    return asked if asked and str(asked).lower() not in ("true", "false") else last_whole_checkpoint(args.output_dir)
 
 
 # ----- its parts -----------------------------------------------------------------------------------------------------
@@ -151,7 +169,7 @@ def refuse_other_head(checkpoint: Path, config: Any) -> None:
     if not file.is_file():  # adapters
         return
     saved = Eagle3DraftConfig.from_pretrained(checkpoint)
-    for name in _SHAPE:
+    for name in SHAPE:
         before, now = getattr(saved, name), getattr(config, name)
         if before != now:
             raise ValueError(
@@ -187,6 +205,13 @@ def row_prompt(row: Any) -> torch.Tensor:
     return torch.as_tensor(row["input_ids"])[: max(1, int(first) - 1)].long()
 
 
+def planned_steps(trainer: Eagle3Trainer) -> float:
+    """Optimizer steps of the whole run."""
+    args = trainer.args
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return args.max_steps if args.max_steps > 0 else -(-len(trainer.train_dataset) // batch) * args.num_train_epochs
+
+
 def plan(trainer: Eagle3Trainer) -> list[str]:
     """What a run is going to do, in lines: data, head, and the memory that the head's training keeps."""
     args = trainer.args
@@ -194,14 +219,12 @@ def plan(trainer: Eagle3Trainer) -> list[str]:
     head = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     target = trainer.target_model.get_memory_footprint()
-    rows = len(trainer.train_dataset)
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    steps = args.max_steps if args.max_steps > 0 else -(-rows // batch) * args.num_train_epochs
     # Weights, gradient and AdamW's two moments, all in the head's dtype.
     size = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in parameters)
     return [
-        f"{rows:,} rows, {batch} a step on {args.world_size} process(es), {steps:,.0f} steps of "
-        f"{args.ttt_steps} levels",
+        f"{len(trainer.train_dataset):,} rows, {batch} a step on {args.world_size} process(es), "
+        f"{planned_steps(trainer):,.0f} steps of {args.ttt_steps} levels, peak learning rate {args.learning_rate:g}",
         f"head: {head / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained; {size / 1e9:.2f} GB with gradients "
         f"and AdamW's moments, beside the target's {target / 1e9:.2f} GB and what a batch takes",
     ]

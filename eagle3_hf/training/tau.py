@@ -18,9 +18,9 @@ class MeasureTau(TrainerCallback):
     """Decodes held-out prompts with the head at every evaluation of an [`Eagle3Trainer`] and logs `eval_tau`.
 
     Tau is the number of tokens that a forward pass of the target yields (plain decoding has 1), over all prompts,
-    decoded greedily with the tree that is saved with the head. It is among the metrics of the evaluation, so
-    `metric_for_best_model="eval_tau"` (with `greater_is_better=True`) keeps the checkpoint that decodes best. With
-    several processes each decodes its share.
+    decoded greedily with the tree that is set on the head, else the default one of the target's device. It is among
+    the metrics of the evaluation, so `metric_for_best_model="eval_tau"` (with `greater_is_better=True`) keeps the
+    checkpoint that decodes best. With several processes each decodes its share.
 
     Args:
         prompts: Chats (`messages`, or a list of turns; what follows the last user turn is left out), texts, or ids

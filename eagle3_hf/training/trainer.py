@@ -4,6 +4,8 @@ The draft is the only trained model: the target is frozen, never wrapped, moved 
 give features and teacher logits (or not at all, from stored features, but for its output layer).
 """
 
+import inspect
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,7 @@ from peft import PeftModel
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 from transformers.utils import logging
 
 from ..export.card import write_card
@@ -21,13 +24,15 @@ from ..ttt.loss import IGNORE_INDEX
 from ..ttt.settings import TTTSettings
 from .adapter_card import write_adapter_card
 from .arguments import Eagle3TrainingArguments
-from .checkpoints import last_whole_checkpoint, require_whole
-from .collator import Eagle3DataCollator
+from .checkpoints import last_whole_checkpoint, require_whole, steps_of
+from .collator import Eagle3DataCollator, check_batch
 from .data import as_tokenizer
 from .finite import FiniteWatch
 from .metrics import StepSums, step_metrics
-from .packing import token_lengths
+from .packing import PackedDataset, token_lengths
 from .preparation import pad_token_id, prepare, settle_tokenizer, settle_vocabulary
+from .start import AtTheStart
+from .stored import StoredFeatures
 from .tau import MeasureTau
 from .teacher import Teacher
 
@@ -42,11 +47,15 @@ class Eagle3Trainer(Trainer):
         model: The draft, or adapters on it (`peft.get_peft_model(draft, LoraConfig(...))`). A draft vocabulary of
             which only the size is known is built from the training data here.
         target_model: The frozen target, already where it should run.
+        args: With no `learning_rate`, it is set here, by the head's width.
         train_dataset, eval_dataset: Chats (`messages`), tokenised rows (`input_ids`, `labels`), or [`StoredFeatures`].
         processing_class: The target's tokenizer, or the processor that has it.
+        data_collator: Rows padded on the right, with `input_ids` and `labels`; [`Eagle3DataCollator`] when `None`.
+        kwargs: Other arguments of Trainer: `callbacks`, `optimizers`, `optimizer_cls_and_kwargs`.
 
     Raises:
-        ValueError: the head does not fit the target, or the data has nothing to learn from.
+        ValueError: the head does not fit the target, the data has nothing to learn from, or an argument of Trainer has
+            no meaning for a head.
     """
 
     args: Eagle3TrainingArguments
@@ -54,8 +63,8 @@ class Eagle3Trainer(Trainer):
 
     def __init__(
         self,
-        model: Eagle3DraftModel | PeftModel,
-        target_model: PreTrainedModel,
+        model: Eagle3DraftModel | PeftModel | None = None,
+        target_model: PreTrainedModel | None = None,
         args: Eagle3TrainingArguments | None = None,
         train_dataset=None,
         eval_dataset=None,
@@ -63,6 +72,7 @@ class Eagle3Trainer(Trainer):
         data_collator=None,
         **kwargs: Any,
     ):
+        _check_arguments(target_model, args, kwargs)
         if isinstance(train_dataset, Mapping):
             raise ValueError(f"train_dataset has the splits {', '.join(train_dataset)}: pass one of them")
         require_own_tokens(target_model)
@@ -71,6 +81,7 @@ class Eagle3Trainer(Trainer):
         self.target_model = target_model.eval().requires_grad_(False)
         draft = _head_of(model)
         draft.bind(target_model)
+        args.settle_learning_rate(draft.config.hidden_size)
         if isinstance(model, PeftModel) and not draft.has_draft_vocab:
             raise ValueError(
                 "the head under the adapters has no draft vocabulary yet, and adapters are saved without one: call "
@@ -105,7 +116,10 @@ class Eagle3Trainer(Trainer):
         self._train_sums, self._eval_sums = StepSums(args.ttt_steps), StepSums(args.ttt_steps)
         self._finite = FiniteWatch(self)
         self.add_callback(self._finite)
+        self.add_callback(AtTheStart(self._train_sums))
         self._last_tau: tuple[int, float] | None = None
+        self._resumed_at = 0  # steps of the checkpoint that the last call of train went on from
+        self._checked_batches: set[bool] = set()  # of training, and of evaluation
 
     @property
     def draft(self) -> Eagle3DraftModel:
@@ -126,16 +140,43 @@ class Eagle3Trainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As Trainer's; `True` takes the last checkpoint that was written to its end.
 
+        A checkpoint that has all the steps of the run already is loaded, and no step is made; the returned metrics are
+        then empty, and the loss is NaN.
+
         Raises:
-            ValueError: there is no such checkpoint, or the given one is torn.
+            ValueError: there is no such checkpoint, the given one is torn, or it holds weights alone.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"there is no whole checkpoint to resume from in {self.args.output_dir}")
-        elif isinstance(resume_from_checkpoint, str):
+        elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
+        if resume_from_checkpoint:
             require_whole(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        self._resumed_at = steps_of(resume_from_checkpoint) if resume_from_checkpoint else 0
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
+        if not resume_from_checkpoint or result.global_step > self._resumed_at:
+            return result
+        logger.warning(
+            f"Nothing was trained: {resume_from_checkpoint} has had {result.global_step} steps, and no more were "
+            "asked for. To go on, raise max_steps or num_train_epochs."
+        )
+        return TrainOutput(result.global_step, float("nan"), {})
+
+    def _run_epoch(self, *args, **kwargs):
+        """Trainer would make one step more with a checkpoint that has them all, and save what comes out."""
+        if self.state.global_step < self.state.max_steps:
+            return super()._run_epoch(*args, **kwargs)
+        self.control.should_training_stop = True
+
+    def hyperparameter_search(self, *args, **kwargs):
+        """Not for heads.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"hyperparameter_search makes a new model for each trial, with model_init: {_MODEL_INIT}")
 
     def _load_from_checkpoint(self, *args, **kwargs):
         super()._load_from_checkpoint(*args, **kwargs)
@@ -174,12 +215,21 @@ class Eagle3Trainer(Trainer):
         return {**inputs, **self._teacher(batch)}
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if model.training not in self._checked_batches:  # the first of its kind alone: it waits for the device
+            check_batch(inputs, self._expected_columns() if model.training else ("input_ids", "labels"))
+            self._checked_batches.add(model.training)
         taught = self.draft_inputs(inputs, self.args.ttt_settings(training=model.training))
         loss, outputs = super().compute_loss(model, taught, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
             self._finite.watch(loss, inputs)
         (self._train_sums if model.training else self._eval_sums).add(outputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _expected_columns(self) -> list[str]:
+        packed = isinstance(self.train_dataset, PackedDataset)
+        rows = self.train_dataset.dataset if packed else self.train_dataset
+        stored = ["features"] if isinstance(rows, StoredFeatures) else []
+        return ["input_ids", "labels", *stored, *(["position_ids"] if packed else [])]
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
@@ -189,12 +239,21 @@ class Eagle3Trainer(Trainer):
     # ----- evaluation and logs --------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset=None, *args, **kwargs) -> dict[str, float]:
-        """As Trainer's; another dataset may be of chats too."""
+        """As Trainer's; another dataset, or several by name, may be of chats too."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):  # a name is of one that is ready
-            tokenizer = as_tokenizer(self.processing_class) if self.processing_class is not None else None
-            with self.args.main_process_first(desc="preparing the data"):
-                eval_dataset = prepare(eval_dataset, self.draft, self.target_model, tokenizer, self.args)
+            eval_dataset = self._prepared(eval_dataset)
         return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset, *args, **kwargs) -> PredictionOutput:
+        """As Trainer's, of metrics alone: `predictions` is `None`. The dataset may be of chats too."""
+        if isinstance(test_dataset, Mapping):
+            raise ValueError(f"test_dataset has the splits {', '.join(test_dataset)}: pass one of them")
+        return super().predict(self._prepared(test_dataset), *args, **kwargs)
+
+    def _prepared(self, dataset):
+        tokenizer = as_tokenizer(self.processing_class) if self.processing_class is not None else None
+        with self.args.main_process_first(desc="preparing the data"):
+            return prepare(dataset, self.draft, self.target_model, tokenizer, self.args)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         # The metrics are sums kept by compute_loss; gathering logits of every row would only fill memory.
@@ -239,6 +298,8 @@ class Eagle3Trainer(Trainer):
         return {"eval_tau" if prefix.startswith("eval") else f"{prefix}_tau": self._last_tau[1]}
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        if "train_loss" in logs and self.state.global_step == self._resumed_at:
+            return  # the summary of a run that has made no step
         if "loss" in logs:
             _, hits, counts = self._train_sums.collect(self.accelerator)
             logs.update(step_metrics(hits, counts))
@@ -271,6 +332,36 @@ class _GroupedByLength(LengthGroupedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         self.generator = torch.Generator().manual_seed(self._seed + epoch)
+
+
+_MODEL_INIT = (
+    "a head's vocabulary, tokenizer and target are settled when its trainer is made, so make a new Eagle3Trainer for "
+    "each head, and pass it as model"
+)
+_NO_MEANING = {
+    "model_init": _MODEL_INIT,
+    "compute_loss_func": "a head learns by training-time test; its loss is chosen by args.loss_type",
+    "compute_metrics": "the evaluation of a head keeps no predictions. Its metrics are sums over the supervised pairs "
+    "(accuracies, simulated acceptance length); MeasureTau adds tau, and a callback's on_evaluate gets all of them",
+    "preprocess_logits_for_metrics": "the evaluation of a head keeps no logits; see compute_metrics",
+}
+
+
+def _check_arguments(target, args, kwargs: dict[str, Any]) -> None:
+    """Refuse by name, before the data is read, what Trainer would take and a head could not honour.
+
+    Raises:
+        ValueError: an argument that has no meaning for heads.
+        TypeError: arguments of another kind, or unknown ones.
+    """
+    for name, reason in _NO_MEANING.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} has no meaning for Eagle3Trainer: {reason}")
+    inspect.signature(Trainer).bind_partial(**kwargs)
+    if not isinstance(target, torch.nn.Module):
+        raise TypeError(f"target_model must be a model of transformers, got {type(target).__name__}")
+    if args is not None and not isinstance(args, Eagle3TrainingArguments):
+        raise TypeError(f"args must be Eagle3TrainingArguments, got {type(args).__name__}")
 
 
 def _head_of(model) -> Eagle3DraftModel:
