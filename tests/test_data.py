@@ -254,8 +254,8 @@ def test_bad_files(tmp_path):
     path.write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match="empty"):
         load_chats(path)
-    path.write_text('{"chat": []}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="columns chat. Known: `messages`"):
+    path.write_text('{"talk": []}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="columns talk. Known: `messages`"):
         load_chats(path)
 
 
@@ -267,7 +267,7 @@ def test_chats_without_targets_are_dropped_and_counted(caplog):
         dataset = prepare_dataset(chats, tokenizer, max_length=None)
     assert len(dataset) == 3
     assert "2 of 5 chats have no token to learn" in caplog.text
-    with pytest.raises(ValueError, match="2 of 3 chats .*System role not supported"):
+    with pytest.raises(ValueError, match="(?s)2 of 3 chats .*System role not supported"):
         prepare_dataset([chats[3], chats[3], chats[0]], tokenizer, max_length=None)
 
 

@@ -8,6 +8,7 @@ from datasets import Dataset, DatasetDict
 from chats import chat_tokenizer
 from eagle3_hf.training.data import prepare_dataset, render_mask
 from eagle3_hf.training.formats import read_example, recognise
+from eagle3_hf.training.odd_chats import OddChatError
 from eagle3_hf.training.sources import load_chats
 
 
@@ -45,14 +46,14 @@ def test_one_chat_in_every_shape(name):
 def test_sharegpt_of_many_turns():
     turns = [("system", "Be brief."), ("human", "One?"), ("gpt", "Two."), ("tool", "three"), ("chatgpt", "Four.")]
     row = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
-    example = read_example(row, "sharegpt")
+    example = read_example(row)
     assert [turn["role"] for turn in example.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert [turn["content"] for turn in example.messages] == [text for _, text in turns]
 
 
 def test_alpaca_with_input_and_system():
     row = {"instruction": "Translate.", "input": "Haus", "output": "house", "system": "You translate."}
-    assert read_example(row, "alpaca").messages == [
+    assert read_example(row).messages == [
         {"role": "system", "content": "You translate."},
         {"role": "user", "content": "Translate.\n\nHaus"},
         {"role": "assistant", "content": "house"},
@@ -92,22 +93,23 @@ def test_a_prompt_that_is_rendered_already_is_left_as_it_is():
 
 
 def test_what_is_no_data_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"has the columns question, answer\. Known: `messages`.*`input_ids` with"):
-        recognise(["question", "answer"])
+    with pytest.raises(ValueError, match=r"has the columns frage, answer\. Known: `messages`.*`input_ids` with"):
+        recognise(["frage", "answer"])
     with pytest.raises(ValueError, match=r"columns \(none\)"):
         recognise([])
     bad = {
-        "is from 'narrator'; known are system, human": ({"conversations": [{"from": "narrator"}]}, "sharegpt"),
-        "a turn has no role, only content": ({"messages": [{"content": "x"}]}, "messages"),
-        "part of type 'image'": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
-        r"content of a turn \(user\) is int": ({"messages": [{"role": "user", "content": 3}]}, "messages"),
-        "a turn is str \\('Hello'\\), not an object": ({"messages": ["Hello", "Good day."]}, "messages"),
-        "Expecting value": ({"messages": "Hello"}, "messages"),
-        "`text` is NoneType": ({"text": None}, "text"),
+        "is from 'narrator'; known are user, human": {"conversations": [{"from": "narrator"}]},
+        "a turn has no role, only content": {"messages": [{"content": "x"}]},
+        "part of type 'image'": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        r"content of a turn \(user\) is int": {"messages": [{"role": "user", "content": 3}]},
+        "a turn is str \\('Hello'\\), not an object": {"messages": ["Hello", "Good day."]},
+        "`messages` is str \\('Hello'\\): Expecting value": {"messages": "Hello"},
+        "none of the columns of a chat is filled": {"text": None},
+        "`text` is int": {"text": 3},
     }
-    for message, (row, shape) in bad.items():
-        with pytest.raises(ValueError, match=message):
-            read_example(row, shape)
+    for message, row in bad.items():
+        with pytest.raises(OddChatError, match=message):
+            read_example(row)
 
 
 def test_a_row_that_cannot_be_read_is_dropped_and_shown(caplog):
@@ -137,7 +139,7 @@ def places(tmp_path):
 def test_every_place(places, name):
     rows, folder = places
     loaded = load_chats(folder / name)
-    assert [row["messages"] for row in loaded] == [row["messages"] for row in rows]
+    assert [read_example(row).messages for row in loaded] == [row["messages"] for row in rows]
     assert loaded["finished"][:] == [True, False]
 
 
@@ -145,10 +147,13 @@ def test_splits(places):
     _, folder = places
     assert len(load_chats(folder / "splits", split="test")) == 1
     assert len(load_chats(folder / "rows.jsonl", split="train[:1]")) == 1
+    assert len(load_chats(folder / "splits", split="train[1:]+test")) == 2
     assert len(load_chats(DatasetDict({"only": Dataset.from_list([ROWS["messages"]])}))) == 1
     two = DatasetDict({name: Dataset.from_list([ROWS["messages"]]) for name in ("a", "b")})
     with pytest.raises(ValueError, match="splits a, b: say which"):
         load_chats(two)
+    with pytest.raises(ValueError, match=r"splits a, b and c\[:1\] is none of them"):
+        load_chats(two, split="c[:1]")
 
 
 @pytest.mark.parametrize(
@@ -178,18 +183,9 @@ def test_a_mistyped_file_is_not_looked_for_on_the_hub(source):
         load_chats(source)
 
 
-def test_columns_come_from_all_rows_and_mixed_types_are_named():
+def test_columns_come_from_all_rows():
     rows = [{"messages": CHAT}, {"messages": CHAT, "finished": False}]
     assert load_chats(rows)["finished"][:] == [None, False]
-    with pytest.raises(ValueError, match="columns of one type each"):
-        load_chats([{"messages": CHAT}, ROWS["parts"]])
-
-
-def test_lines_that_are_no_objects(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a"}\n[1]\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 2: a list, not an object"):
-        load_chats(path)
 
 
 def test_streams_are_refused_with_a_way_out():

@@ -258,7 +258,7 @@ def test_options_and_files(folder, tmp_path):
         ("", BEST, "metric_for_best_model is eval_tau, but nothing measures it: set tau_prompts"),
         ("", ["--held_out", "10"], "held_out is 10, but .* has 10 chats"),
         ("empty", [], "empty.jsonl: there are no chats in it"),
-        ("odd", [], "odd.jsonl: no known shape of training data has the columns question"),
+        ("odd", [], "odd.jsonl: no known shape of training data has the columns frage"),
         ("store", ["--last_turn_only"], "these rows are tokens already: set them where the chats are encoded"),
         ("", ["--loss_type", "kl", "--step_weights", "1"], "step_weights has 1 weights, but there are 7 steps"),
     ],
@@ -269,7 +269,7 @@ def test_refusals(folder, tmp_path, capsys, lines, extra, message):
         lines = f"target: {folder / 'target'}\ntrain_data: {folder / 'chats.jsonl'}\noutput_dir: {tmp_path / 'out'}"
     if lines in ("empty", "odd"):
         data = tmp_path / f"{lines}.jsonl"
-        data.write_text("" if lines == "empty" else '{"question": "a"}\n')
+        data.write_text("" if lines == "empty" else '{"frage": "a"}\n')
         lines = f"target: {folder / 'target'}\ntrain_data: {data}\noutput_dir: {tmp_path / 'out'}"
     if lines == "store":
         assert main(["features", str(folder / "target"), str(folder / "chats.jsonl"), str(tmp_path), "--quiet"]) == 0

@@ -39,7 +39,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
-    from eagle3_hf.training.data import MaskSummary, encode_dataset
+    from eagle3_hf.training.data import MaskSummary, dropped_chats, encode_dataset
     from eagle3_hf.training.sources import load_chats
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     for number in numbers:
         _show(number, encoded[number], tokenizer)
     print(MaskSummary.of(encoded, arguments.max_length))
+    if dropped := dropped_chats(encoded, tokenizer):
+        print(dropped)
     return 0
 
 

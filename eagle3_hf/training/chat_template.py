@@ -15,6 +15,8 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from .odd_chats import OddChatError
+
 
 # Stands for a text whose surroundings we want to see in a template's output.
 SENTINEL = "eagle3-sentinel"
@@ -32,6 +34,9 @@ KNOWN_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
+
+# What templates raise about a chat they were not written for: on purpose, and by not foreseeing it.
+_REFUSALS = (TemplateError, TypeError, LookupError, AttributeError, ValueError, RecursionError)
 
 _QUESTION = {"role": "user", "content": "Hello"}
 
@@ -152,9 +157,12 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=generation_prompt, **self.kwargs
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except _REFUSALS as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ValueError(f"the chat template refuses the roles ({roles}): {error}") from error
+            raise OddChatError(
+                f"the chat template refuses it ({str(error)[:80]})",
+                f"the chat template refuses the roles ({roles}): {error}",
+            ) from error
         return str(text)
 
     def tokenize(self, text: str) -> list[int]:
@@ -201,9 +209,10 @@ class ChatTemplate:
         if not rendered.startswith(prompt) or content.strip() not in text:
             # The template rewrites even the last answer; serving appends what the model wrote to the prompt.
             if not content.strip():
-                raise ValueError(
+                raise OddChatError(
+                    "an answer without text, which the chat template renders differently from its generation prompt",
                     "the chat template renders an answer without text differently from its generation prompt; "
-                    f"the prompt ends with {prompt[-40:]!r}, the rendered turn with {rendered[-80:]!r}"
+                    f"the prompt ends with {prompt[-40:]!r}, the rendered turn with {rendered[-80:]!r}",
                 )
             text = content + self.end_of_turn(messages[:-1])
         elif content.strip():

@@ -17,20 +17,23 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ..ttt.loss import IGNORE_INDEX
 from .chat_template import ChatTemplate
 from .collator import Eagle3DataCollator as Eagle3DataCollator
-from .formats import read_example, recognise
+from .formats import Example, read_example, recognise
+from .masks import Encoded, encode_example, render_mask
 from .masks import encode_chat as encode_chat
-from .masks import encode_example, render_mask
+from .odd_chats import DroppedChats, OddChatError
 from .sources import Source, load_chats
+from .turns import learnt
 
 
 logger = logging.getLogger(__name__)
 
 # `datasets` keeps what it encoded, under a hash of the arguments and not of our code: to be raised with every change
 # of the ids or labels that a chat becomes.
-ENCODING = 1
+ENCODING = 2
 
 # What a row knows about itself between encoding and dropping.
-_NOTES = ("problem", "length", "targets", "hidden")
+_COUNTS = ("length", "targets", "hidden")
+_NOTES = ("reason", "problem", *_COUNTS)
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,9 @@ class MaskSummary:
     @classmethod
     def of(cls, encoded: Dataset, max_length: int | None) -> MaskSummary:
         """The summary of what `encode_dataset` returned."""
-        length, targets, hidden = (np.asarray(encoded[name], dtype=np.int64) for name in _NOTES[1:])
+        length, targets, hidden = (
+            np.asarray(encoded[name], dtype=np.int64) for name in ("length", "targets", "hidden")
+        )
         limit = np.iinfo(np.int64).max if max_length is None else max_length
         return cls(
             chats=len(encoded),
@@ -122,7 +127,7 @@ def prepare_dataset(
     summary = MaskSummary.of(encoded, max_length)
     logger.info("Training data: %s.", summary)
     if summary.empty:
-        _report_empty(encoded, summary, tokenizer, max_length, max_empty_share)
+        _report_empty(dropped_chats(encoded, tokenizer), summary, max_length, max_empty_share)
     if summary.cut:
         logger.warning("%d of %d chats are longer than max_length (%s); cut.", summary.cut, summary.chats, max_length)
     if mask_reasoning and not summary.hidden:
@@ -144,37 +149,39 @@ def encode_dataset(
 ) -> Dataset:
     """Every row encoded, the empty ones too: `input_ids`, `labels`, and notes.
 
-    The notes are `problem` (why a row could not be encoded, else empty), `length` (tokens before cutting), `targets`
-    and `hidden`. A row that cannot be encoded is empty; only rows that are tokens already raise.
+    The notes are `reason` (why there is nothing to learn in a row, else empty), `problem` (what exactly, where the row
+    could not be encoded), `length` (tokens before cutting), `targets` and `hidden`. A row that cannot be encoded is
+    empty; only rows that are tokens already raise. `DroppedChats` of the reasons: `dropped_chats`.
     """
     if max_length is not None and max_length < 1:
         raise ValueError(f"max_length is {max_length}; it must be at least 1, or None for no limit")
     tokenizer = as_tokenizer(tokenizer)
-    shape = recognise(chats.column_names)
-    if shape in ("tokens", "text") and (last_turn_only or mask_reasoning):
+    shapes = recognise(chats.column_names)
+    if not shapes & {"turns", "questions"} and (last_turn_only or mask_reasoning):
         asked = "last_turn_only" if last_turn_only else "mask_reasoning"
+        (shape,) = shapes
         raise ValueError(f"{asked} needs turns, but these rows are {shape}: pass chats, or mask the labels yourself")
     kwargs: dict[str, Any] = {"max_length": max_length, "encoding": ENCODING}
     encode: Any = _take_tokens
-    if shape != "tokens":
+    if "tokens" not in shapes:
         template = ChatTemplate(tokenizer, template_kwargs) if tokenizer.chat_template else None
-        _check_template(template, shape)
+        _check_template(template, shapes)
         encode = _encode_row
-        kwargs |= {"tokenizer": tokenizer, "template": template, "shape": shape}
+        kwargs |= {"tokenizer": tokenizer, "template": template}
         kwargs |= {"last_turn_only": last_turn_only, "mask_reasoning": mask_reasoning}
     encoded = chats.map(
         encode, fn_kwargs=kwargs, remove_columns=chats.column_names, num_proc=num_proc, desc="Encoding chats"
     )
-    if shape == "tokens" and MaskSummary.of(encoded, max_length).targets_everywhere:
+    if "tokens" in shapes and MaskSummary.of(encoded, max_length).targets_everywhere:
         logger.warning("Every token of every row is to be learnt: do the labels leave out the prompts (-100)?")
     return encoded
 
 
-def _check_template(template: ChatTemplate | None, shape: str) -> None:
+def _check_template(template: ChatTemplate | None, shapes: frozenset[str]) -> None:
     if template is None:
-        if shape not in ("text", "completion"):
+        if not shapes & {"text", "completion"}:
             raise ValueError("the tokenizer has no chat template; set `tokenizer.chat_template` to the target's own")
-    elif shape != "text" and not template.end_of_turn():
+    elif shapes != {"text"} and not template.end_of_turn():
         logger.warning("The chat template writes no end-of-turn token: the head cannot learn where answers end.")
 
 
@@ -182,49 +189,76 @@ def _encode_row(
     row: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     template: ChatTemplate | None,
-    shape: str,
     max_length: int | None,
     last_turn_only: bool,
     mask_reasoning: bool,
     encoding: int,
 ) -> dict[str, Any]:
     try:
-        example = read_example(row, shape)
+        example = read_example(row)
         encoded = encode_example(tokenizer, template, example, last_turn_only, mask_reasoning)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         # One odd chat among many must not end the run; that it was dropped, and why, is reported.
-        return _noted([], [], None, problem=str(error))
-    return _noted(encoded.input_ids, encoded.labels, max_length, hidden=encoded.hidden)
+        odd = error if isinstance(error, OddChatError) else OddChatError("it cannot be encoded", str(error))
+        return _noted([], [], None, reason=odd.reason, problem=str(odd))
+    noted = _noted(encoded.input_ids, encoded.labels, max_length, hidden=encoded.hidden)
+    return noted if noted["targets"] else {**noted, "reason": _why_empty(example, encoded, max_length)}
+
+
+def _why_empty(example: Example, encoded: Encoded, max_length: int | None) -> str:
+    """What an encoded example without a token to learn has in common with others."""
+    answers = [turn for i, turn in enumerate(example.messages) if turn["role"] == "assistant" and i > 0]
+    if any(label != IGNORE_INDEX for label in encoded.labels[2:]):
+        return f"cut before the first token to learn (max_length {max_length})"
+    if not example.messages:
+        return "a text too short to learn from" if example.prompt or example.text else "no turns"
+    if not answers:
+        return "no answer behind a question"
+    if not any(map(learnt, answers)):
+        return "all its answers have weight 0"
+    if encoded.hidden:
+        return "nothing but thoughts, which mask_reasoning leaves out"
+    if not any(answer["content"] or answer.get("tool_calls") for answer in answers):
+        return "empty answers"
+    return "answers of one token without an end, or rewritten by the chat template"
 
 
 def _take_tokens(row: Mapping[str, Any], max_length: int | None, encoding: int) -> dict[str, Any]:
     ids, labels = row["input_ids"], row["labels"]
+    if ids is None or labels is None:
+        raise ValueError(f"a row has no {'input_ids' if ids is None else 'labels'}, but other rows are tokens")
     if len(ids) != len(labels):
         raise ValueError(f"a chat has {len(ids)} input_ids, but {len(labels)} labels")
     for j, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORE_INDEX, token):
             raise ValueError(f"labels[{j}] is {label}, but input_ids[{j}] is {token}; labels are not to be shifted")
-    return _noted(ids, labels, max_length)
+    noted = _noted(ids, labels, max_length)
+    return noted if noted["targets"] else {**noted, "reason": "no label but -100 from the third on"}
 
 
 def _noted(
-    ids: list[int], labels: list[int], max_length: int | None, problem: str = "", hidden: int = 0
+    ids: list[int], labels: list[int], max_length: int | None, reason: str = "", problem: str = "", hidden: int = 0
 ) -> dict[str, Any]:
     targets = sum(label != IGNORE_INDEX for label in labels[2:max_length])
-    row = {"input_ids": ids[:max_length], "labels": labels[:max_length], "problem": problem}
+    row = {"input_ids": ids[:max_length], "labels": labels[:max_length], "reason": reason, "problem": problem}
     return {**row, "length": len(ids), "targets": targets, "hidden": hidden}
 
 
-def _report_empty(
-    encoded: Dataset,
-    summary: MaskSummary,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
-    max_empty_share: float,
-) -> None:
-    example = encoded[int(np.flatnonzero(np.asarray(encoded["targets"]) == 0)[0])]
-    shown = example["problem"] or render_mask(tokenizer, example)[-1000:] or "(no tokens)"
-    message = f"{summary.empty} of {summary.chats} chats have no token to learn. The first of them: {shown}"
+def dropped_chats(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> DroppedChats:
+    """Why rows of what `encode_dataset` returned have nothing to learn; the examples show their masks."""
+    dropped = DroppedChats()
+    empty = np.flatnonzero(np.asarray(encoded["targets"]) == 0)
+    for number, reason in zip(empty.tolist(), encoded.select(empty)["reason"], strict=True):
+        dropped.add(number, reason)
+    for reason, (number, _) in dropped.examples.items():
+        row = encoded[number]
+        shown = row["problem"] or render_mask(tokenizer, row)[-1000:] or "(no tokens)"
+        dropped.examples[reason] = (number, shown)
+    return dropped
+
+
+def _report_empty(dropped: DroppedChats, summary: MaskSummary, max_length: int | None, max_empty_share: float) -> None:
+    message = f"{summary.empty} of {summary.chats} chats have no token to learn and are dropped:\n{dropped}"
     if summary.empty > max_empty_share * summary.chats:
         raise ValueError(
             f"{message}\nCheck that answers have the role `assistant`, that max_length ({max_length}) reaches beyond "

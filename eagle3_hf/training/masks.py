@@ -21,6 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from ..ttt.loss import IGNORE_INDEX
 from .chat_template import ChatTemplate, Message
 from .formats import Example
+from .odd_chats import OddChatError
+from .turns import learnt
 
 
 @dataclass
@@ -56,7 +58,8 @@ def encode_chat(
     Args:
         tokenizer: with the chat template that serving uses (or a `ChatTemplate`, to prepare it once for many chats).
         messages: `role` and `content` of each turn, thoughts either in the content or under a key of their own
-            (`reasoning_content`). What follows the last answer is left out.
+            (`reasoning_content`). An answer with `weight` 0 is not learnt. What follows the last answer to be learnt
+            is left out.
         max_length: tokens to keep from the head of the chat; None keeps all.
         finished: False if the last answer was cut: it then has no end-of-turn token.
         last_turn_only: learn from the last answer only.
@@ -86,12 +89,13 @@ def encode_messages(
     """`encode_chat` for one template and many chats, uncut."""
     messages = [template.with_thoughts(_without_nulls(message)) for message in messages]
     # An answer without anything before it has no prompt, hence nothing that serving could repeat.
-    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and i > 0]
+    given = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and i > 0]
+    answers = [i for i in given if learnt(messages[i])]
     if not answers:
         ids = template.tokenize(template.render(messages, generation_prompt=False)) if messages else []
         return Encoded(ids, [IGNORE_INDEX] * len(ids))
     turns = [
-        template.turn(messages[: i + 1], finished or i != answers[-1])
+        template.turn(messages[: i + 1], finished or i != given[-1])
         for i in (answers[-1:] if last_turn_only else answers)
     ]
     input_ids = turns[-1][0] + turns[-1][1]
@@ -139,11 +143,11 @@ def encode_example(
     if example.prompt and template is not None and not template.has_special(example.prompt):
         messages = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
     if not messages and (last_turn_only or mask_reasoning) and example.text:
-        raise ValueError("a prompt that is rendered already has no turns for last_turn_only or mask_reasoning to tell")
+        raise OddChatError("text that is rendered already has no turns for last_turn_only or mask_reasoning to tell")
     if not messages:
         return encode_text(tokenizer, example.prompt, example.text, example.finished)
     if template is None:
-        raise ValueError("the tokenizer has no chat template; set `tokenizer.chat_template` to the target's own")
+        raise OddChatError("turns, and the tokenizer has no chat template; set `tokenizer.chat_template`")
     return encode_messages(
         template.with_tools(example.tools), messages, example.finished, last_turn_only, mask_reasoning
     )

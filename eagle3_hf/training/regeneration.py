@@ -26,6 +26,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from .formats import read_example, recognise
+from .odd_chats import DroppedChats, OddChatError
 from .sources import Source, load_chats
 from .synthesis import drop_torn_line
 from .writing import Conversation, WritingSettings
@@ -217,26 +218,27 @@ class Regeneration:
 
 def _conversations(chats: Dataset, settings: WritingSettings) -> list[Conversation]:
     """What there is to answer; rows without a question are left out and counted."""
-    shape = recognise(chats.column_names)
-    if shape in ("text", "tokens"):
+    shapes = recognise(chats.column_names)
+    if not shapes & {"turns", "questions"}:
+        (shape,) = shapes
         raise ValueError(f"rows of {shape} have no questions to answer: pass chats or prompts")
     conversations: list[Conversation] = []
-    problems: list[str] = []
+    dropped = DroppedChats()
     for index, row in enumerate(chats):
         try:
-            conversations.append(_conversation(index, row, shape, settings))
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        message = f"{len(problems)} of {len(chats)} rows have nothing to answer; the first of them: {problems[0]}"
+            conversations.append(_conversation(index, row, settings))
+        except OddChatError as error:
+            dropped.add(index, error)
+    if dropped:
+        message = f"{len(dropped)} of {len(chats)} rows have nothing to answer and are dropped:\n{dropped}"
         if not conversations:
             raise ValueError(message)
         logger.warning("%s", message)
     return conversations
 
 
-def _conversation(index: int, row: Mapping[str, Any], shape: str, settings: WritingSettings) -> Conversation:
-    example = read_example(row, shape)
+def _conversation(index: int, row: Mapping[str, Any], settings: WritingSettings) -> Conversation:
+    example = read_example(row)
     messages = [{"role": "user", "content": example.prompt}] if example.prompt else example.messages
     greedy = random.Random(f"{settings.seed}/{index}").random() < settings.greedy_share
     return Conversation(index, script_of(messages), tools=example.tools, greedy=greedy)
@@ -246,7 +248,7 @@ def script_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]
     """The messages with None for every answer to be written.
 
     Raises:
-        ValueError: there is no question.
+        OddChatError: there is no question.
     """
     script: list[dict[str, Any] | None] = []
     for message in messages:
@@ -257,7 +259,8 @@ def script_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]
     if script and script[-1] is not None and script[-1].get("role") in ("user", "tool"):
         script.append(None)
     if None not in script:
-        raise ValueError(f"no question among the roles ({', '.join(str(m.get('role')) for m in messages)})")
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise OddChatError("no question to answer", f"no question among the roles ({roles})")
     return script[: len(script) - script[::-1].index(None)]
 
 
@@ -279,8 +282,7 @@ def about_texts(chats: Dataset, templates: Sequence[str], seed: int = 0) -> Data
     for template in templates:
         if "{text}" not in template:
             raise ValueError(f"the template {template[:80]!r} has no {{text}} for the text to ask about")
-    shape = recognise(chats.column_names)
-    texts = [text for row in chats if (text := _last_answer(row, shape)) is not None]
+    texts = [text for row in chats if (text := _last_answer(row)) is not None]
     if not texts:
         raise ValueError("no chat ends with an answer, so there is no text to ask about: write some first")
     prompts = []
@@ -291,16 +293,17 @@ def about_texts(chats: Dataset, templates: Sequence[str], seed: int = 0) -> Data
     return Dataset.from_list(prompts)
 
 
-def _last_answer(row: Mapping[str, Any], shape: str) -> str | None:
+def _last_answer(row: Mapping[str, Any]) -> str | None:
     """What a chat ends with; `None` where that is no answer in words, or the row cannot be read."""
     try:
-        example = read_example(row, shape)
-    except ValueError:
+        example = read_example(row)
+    except OddChatError:
         return None
     if not example.messages:
         return example.text or None
     last = example.messages[-1]
-    return last.get("content") if last.get("role") == "assistant" else None
+    is_answer = last["role"] == "assistant" and (last["content"] or not last.get("tool_calls"))
+    return last["content"] if is_answer else None
 
 
 def _size(chat: Conversation) -> int:

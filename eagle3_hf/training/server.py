@@ -126,7 +126,7 @@ class ServerWriter:
         seed = random.Random(f"{settings.seed}/{chat.index}/{chat.turn}").getrandbits(31)
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": chat.messages,
+            "messages": [_for_api(message) for message in chat.messages],
             "max_tokens": settings.max_new_tokens,
             "temperature": 0.0 if chat.greedy else settings.temperature,
             "top_p": 1.0,
@@ -209,6 +209,17 @@ class ServerWriter:
         if error.code == 404:
             raise RuntimeError(f"{self.url} knows no model {self.model} (404: {_said(error)})") from error
         raise RuntimeError(f"{self.url} says {error.code}: {_said(error)}") from error
+
+
+def _for_api(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of its calls as JSON: templates take them as objects, APIs do not."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        if isinstance(call.get("function"), dict) and not isinstance(call["function"].get("arguments", ""), str)
+        else call
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _said(error: urllib.error.HTTPError) -> str:
