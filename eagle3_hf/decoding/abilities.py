@@ -52,6 +52,9 @@ _TESTED_TREES = {
     "qwen3_vl_text",
 }  # fmt: skip
 
+# The same of models that see images, by their own type: a text model's class says little of what stands around it.
+_TESTED_AROUND = {"gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "mistral3", "idefics3", "paligemma"}
+
 
 def known_ability(target: PreTrainedModel) -> Ability | None:
     """What class and config say about a target by themselves; `None` where only a trial can tell.
@@ -68,11 +71,10 @@ def known_ability(target: PreTrainedModel) -> Ability | None:
         return Ability(Way.PLAIN, f"{name} has an adapter with virtual tokens ({adapter}), which ids do not show")
     if config.model_type in _SLOT_BOUND or getattr(config, "alibi", False):
         return Ability(Way.CHAIN, f"{name} takes positions from cache slots (ALiBi or windows by slot)")
-    if (
-        _is_of_transformers(type(target))
-        and config.model_type in _TESTED_TREES
-        and config._attn_implementation in masks.INTERFACES
-    ):
+    tested = config.model_type in _TESTED_TREES and (
+        config is target.config or target.config.model_type in _TESTED_AROUND
+    )
+    if tested and _is_of_transformers(type(target)) and config._attn_implementation in masks.INTERFACES:
         return TREE
     return None
 
