@@ -8,12 +8,14 @@ was trained on.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .configuration_eagle3 import Eagle3DraftConfig
@@ -32,6 +34,14 @@ class Borrowed:
     embed: Callable[[torch.Tensor], torch.Tensor]
     lm_head: Callable[[torch.Tensor], torch.Tensor]
 
+
+# Config fields that say how many residual streams there are, and what the design is called.
+_STREAMS = {
+    "altup_num_inputs": "AltUp",
+    "hc_mult": "hyper-connections",
+    "hc_count": "hyper-connections",
+    "ngram": "future n-grams",
+}
 
 # Dtypes to compute in: packed integers and eight-bit floats are what a weight is stored in, not what it is read with.
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -73,13 +83,42 @@ def default_layer_ids(num_layers: int) -> list[int]:
 
 
 def num_target_layers(target: nn.Module) -> int:
-    return target.config.get_text_config().num_hidden_layers
+    return num_blocks(target.config.get_text_config())
+
+
+def num_blocks(text_config: PreTrainedConfig) -> int:
+    """Decoder blocks; LongCat-Flash's `num_hidden_layers` counts two attentions a block, for the cache."""
+    blocks = getattr(text_config, "num_layers", None)
+    return min(blocks or text_config.num_hidden_layers, text_config.num_hidden_layers)
 
 
 def text_backbone(target: nn.Module) -> nn.Module:
     """The module whose output is the input of the target's output layer: blocks and final norm, no head."""
     decoder = target.get_decoder() if hasattr(target, "get_decoder") else None
-    return decoder if decoder not in (None, target) else getattr(target, "base_model", target)
+    if decoder in (None, target) or decoder is target.get_output_embeddings():  # ModernBERT's is called `decoder`
+        return getattr(target, "base_model", target)
+    return decoder
+
+
+def table_shape(module: nn.Module | None) -> tuple[int, int] | None:
+    """Rows and width of an embedding or output layer, which adapters on it leave as they are; `None` if unknown.
+
+    By what the module says of itself: a packed weight has another shape.
+    """
+    while isinstance(getattr(module, "base_layer", None), nn.Module):  # peft's speak of an embedding as of a layer
+        module = cast(nn.Module, module.base_layer)
+    for rows, width in (("num_embeddings", "embedding_dim"), ("out_features", "in_features")):
+        shape = getattr(module, rows, None), getattr(module, width, None)
+        if all(isinstance(size, int) for size in shape):
+            return cast("tuple[int, int]", shape)
+    return None
+
+
+def target_vocab_size(target: nn.Module) -> int:
+    """How many tokens the target both reads and writes; either of its tables may have more rows than that."""
+    tables = target.get_input_embeddings(), target.get_output_embeddings()
+    rows = [shape[0] for shape in map(table_shape, tables) if shape is not None]
+    return min(rows, default=target.config.get_text_config().vocab_size)
 
 
 def virtual_tokens(target: nn.Module) -> str | None:
@@ -123,13 +162,21 @@ def decoder_blocks(target: nn.Module) -> nn.ModuleList:
         ValueError: no module list of `num_hidden_layers` entries exists.
     """
     count = num_target_layers(target)
-    for module in text_backbone(target).modules():
+    for module in _text_modules(text_backbone(target), type(target.config.get_text_config())):
         if isinstance(module, nn.ModuleList) and len(module) == count and not isinstance(module[0], nn.ModuleList):
             return module
     raise ValueError(
         f"{type(target).__name__} has no list of {count} decoder blocks (num_hidden_layers), so its features cannot "
         "be read"
     )
+
+
+def _text_modules(module: nn.Module, text_config: type) -> Iterator[nn.Module]:
+    """As `module.modules()`, without the towers for images and sounds: models whose config is of another class."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, PreTrainedModel) or isinstance(child.config.get_text_config(), text_config):
+            yield from _text_modules(child, text_config)
 
 
 def check_target(config: Eagle3DraftConfig, target: nn.Module) -> None:
@@ -141,13 +188,14 @@ def check_target(config: Eagle3DraftConfig, target: nn.Module) -> None:
     text_config, name, layers = target.config.get_text_config(), type(target).__name__, num_target_layers(target)
     if getattr(target.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; EAGLE-3 heads draft for decoder-only targets")
+    _check_streams(target)
     if config.target_hidden_size != text_config.hidden_size:
         raise ValueError(
             f"this head reads features of width {config.target_hidden_size}, but {name} has hidden_size "
             f"{text_config.hidden_size}: it was trained for another target"
         )
-    rows = getattr(target.get_input_embeddings(), "num_embeddings", text_config.vocab_size)  # a packed one has none
-    if config.vocab_size not in (text_config.vocab_size, rows):
+    _check_borrowed_widths(config, target)
+    if config.vocab_size not in (text_config.vocab_size, target_vocab_size(target)):
         raise ValueError(
             f"this head was trained for a vocabulary of {config.vocab_size} tokens, but {name} has "
             f"{text_config.vocab_size}: it was trained for another target"
@@ -165,6 +213,38 @@ def check_target(config: Eagle3DraftConfig, target: nn.Module) -> None:
         raise ValueError(
             f"this head reads hidden_states index {config.target_layer_ids[-1]}, but {name} has {layers} layers "
             f"(largest index {layers}): it was trained for another target"
+        )
+
+
+def _check_streams(target: nn.Module) -> None:
+    """A head reads one residual stream, with one entry a token."""
+    for field, streams in _STREAMS.items():
+        count = getattr(target.config.get_text_config(), field, None) or 1
+        if isinstance(count, int) and count > 1:
+            raise ValueError(
+                f"{type(target).__name__} has several residual streams ({streams}, {field}={count}), and a head reads "
+                "one: no head can fit it"
+            )
+
+
+def _check_borrowed_widths(config: Eagle3DraftConfig, target: nn.Module) -> None:
+    """What a head does not bring itself has to be as wide as the head."""
+    name, what = type(target).__name__, f"but this head has hidden_size {config.hidden_size}"
+    embedding, output = table_shape(target.get_input_embeddings()), table_shape(target.get_output_embeddings())
+    if not config.own_embeddings and embedding is not None and embedding[1] != config.hidden_size:
+        raise ValueError(
+            f"this head borrows its target's embedding, and that of {name} has width {embedding[1]}, {what}: it needs "
+            "its own, make it with own_embeddings=True"
+        )
+    if not config.own_lm_head and output is not None and output[1] != config.hidden_size:
+        raise ValueError(
+            f"this head borrows its target's output layer, and that of {name} reads width {output[1]}, {what}: it "
+            "needs its own, make it with own_lm_head=True"
+        )
+    if config.target_layer_ids == [-1] and output is not None and output[1] != config.target_hidden_size:
+        raise ValueError(
+            f"this head reads its target's final output at width {config.target_hidden_size}, but the output layer of "
+            f"{name} reads width {output[1]}: make a head that reads its blocks (use_aux_hidden_state=True)"
         )
 
 
@@ -205,7 +285,8 @@ class FeatureReader:
         features = reader.take()        # (B, T, 3 * Ht), low layer first
     ```
 
-    Several forwards before a `take` (chunked prefill) are joined along T. Hooks are removed on exit, whatever happens.
+    Several forwards before a `take` (chunked prefill) are joined along T. Of a block that runs more than once in one
+    forward (Dory loops over some), the last run counts. Hooks are removed on exit, whatever happens.
     Only forwards of the thread that entered are read: another thread may run the same target meanwhile.
 
     Args:
@@ -226,6 +307,9 @@ class FeatureReader:
         self._backbone = text_backbone(target)
         self._blocks = None if self.layer_ids == [-1] else decoder_blocks(target)
         self._captured: dict[int, list[torch.Tensor]] = {}
+        self._name, self._width = type(target).__name__, target.config.get_text_config().hidden_size
+        self._forward, self._read_in = 0, dict.fromkeys(self.layer_ids, 0)  # of the backbone, counted
+        self._shape: tuple[int, ...] | None = None  # of the tokens of the newest forward: (B, T)
         self._collects_embeds = embeds
         self._embeds: list[torch.Tensor] = []
         self._handles: list = []
@@ -241,8 +325,7 @@ class FeatureReader:
             else:
                 hook = self._blocks[layer_id - 1].register_forward_hook(self._capture_output(layer_id))
             self._handles.append(hook)
-        if self._collects_embeds:
-            self._handles.append(self._backbone.register_forward_pre_hook(self._capture_embeds, with_kwargs=True))
+        self._handles.append(self._backbone.register_forward_pre_hook(self._begin_forward, with_kwargs=True))
         return self
 
     def __exit__(self, *exc_info) -> None:
@@ -276,17 +359,40 @@ class FeatureReader:
         device = device or joined[-1].device
         return torch.cat([part.to(device=device, dtype=dtype or part.dtype) for part in joined], dim=-1)
 
+    def _begin_forward(self, module, args, kwargs):
+        if threading.get_ident() != self._thread:
+            return
+        self._forward += 1
+        given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+        tokens = next((tensor for tensor in given if isinstance(tensor, torch.Tensor)), None)
+        self._shape = None if tokens is None else tuple(tokens.shape[:2])
+        if self._collects_embeds and kwargs.get("inputs_embeds") is not None:
+            self._embeds.append(kwargs["inputs_embeds"])
+
     def _capture_output(self, layer_id: int):
         def hook(module, args, output):
             if threading.get_ident() == self._thread:
-                self._captured[layer_id].append(output if isinstance(output, torch.Tensor) else output[0])
+                self._keep(layer_id, output if isinstance(output, torch.Tensor) else output[0])
 
         return hook
 
-    def _capture_embeds(self, module, args, kwargs):
-        if threading.get_ident() == self._thread and kwargs.get("inputs_embeds") is not None:
-            self._embeds.append(kwargs["inputs_embeds"])
-
     def _capture_input(self, module, args, kwargs):
-        if threading.get_ident() == self._thread:
-            self._captured[0].append(args[0] if args else kwargs["hidden_states"])
+        if threading.get_ident() == self._thread and (not self._captured[0] or self._read_in[0] != self._forward):
+            self._keep(0, args[0] if args else kwargs["hidden_states"])
+
+    def _keep(self, layer_id: int, feature: torch.Tensor) -> None:
+        """In place of what an earlier run of the same forward gave.
+
+        Raises:
+            ValueError: no vector a token (several residual streams, prompts put in front, time before the batch).
+        """
+        expected = (*(self._shape or feature.shape[:2]), self._width)
+        if feature.shape != expected:
+            raise ValueError(
+                f"{self._name} gives features of shape {tuple(feature.shape)} at hidden_states index {layer_id}, "
+                f"where {expected} was expected, one vector a token: a head cannot read them"
+            )
+        if self._captured[layer_id] and self._read_in[layer_id] == self._forward:
+            self._captured[layer_id].pop()
+        self._read_in[layer_id] = self._forward
+        self._captured[layer_id].append(feature)

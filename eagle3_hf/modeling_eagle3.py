@@ -24,7 +24,7 @@ from .configuration_eagle3 import Eagle3DraftConfig
 from .draft_attention import CachedAttention
 from .draft_layers import Eagle3DecoderLayer, Eagle3RotaryEmbedding
 from .export.card import write_card
-from .features import Borrowed, call_at_home, check_target, compute_dtype
+from .features import Borrowed, call_at_home, check_target, compute_dtype, target_vocab_size
 from .layouts import DROPPED_TENSORS
 from .loading import load_head
 from .tree_settings import declare_tree_settings
@@ -233,9 +233,13 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
                 "draft.bind(target) first and keep the target alive"
             )
         return Borrowed(
-            self.embed_tokens if embeds else call_at_home(target.get_input_embeddings()),
+            self._embed_own if embeds else call_at_home(target.get_input_embeddings()),
             self.lm_head if head else call_at_home(target.get_output_embeddings(), compute_dtype(target)),
         )
+
+    def _embed_own(self, ids: torch.LongTensor) -> torch.Tensor:
+        """A prompt may hold ids that nobody can write (Mllama's image token), for which there is no row here."""
+        return self.embed_tokens(ids.clamp(max=self.config.vocab_size - 1))
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Refuse a target this head was not made for, naming both numbers; settle layer ids the file did not give."""
@@ -314,7 +318,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
             warm_start: Copy from the target what fits (see `warm_start`); `False` starts at random.
             config_overrides: Any [`Eagle3DraftConfig`] field, such as `num_hidden_layers` or `hidden_size`.
         """
-        vocab_size = target.get_input_embeddings().num_embeddings
+        vocab_size = target_vocab_size(target)
         ids = vocab.resolve(draft_vocab, draft_vocab_size, vocab_size, special_ids(target))
         size = len(ids) if ids is not None else draft_vocab_size
         config = new_head_config(target, vocab_size, size or vocab_size, config_overrides)

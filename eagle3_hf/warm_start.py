@@ -1,16 +1,30 @@
 """Starting a new head from its target: its config, head rows, final norm, and the last blocks where shapes allow."""
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from .configuration_eagle3 import Eagle3DraftConfig
-from .features import COMPUTE_DTYPES, call_at_home, decoder_blocks, default_layer_ids, num_target_layers
+from .features import (
+    COMPUTE_DTYPES,
+    call_at_home,
+    decoder_blocks,
+    default_layer_ids,
+    num_target_layers,
+    table_shape,
+)
+from .rope import is_integer, is_number
 
 
 # RoPE types that depend on nothing but the position, so that a draft can share them.
 _PORTABLE_ROPE = ("default", "linear", "llama3", "yarn")
+# A head's width where the target has none to copy.
+_HEAD_DIM = 64
+_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon")
 # An attention's projections of `[embedding, feature]`, and those of what the attention made itself.
 _READ_THE_PAIR = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
 _READ_A_LATENT = ("q_b_proj", "kv_b_proj", "o_proj")
@@ -22,12 +36,14 @@ def new_head_config(target, vocab_size: int, draft_vocab_size: int, overrides: d
     A head of another width has its own embeddings, and heads and MLP in proportion to its width.
     """
     text = target.config.get_text_config()
+    block = _last_block_config(text)
     reads_final_output = overrides.get("use_aux_hidden_state") is False
     fields = {
-        **_widths(text, overrides),
+        **_widths(block, overrides),
+        "own_embeddings": _embedding_width(target) != overrides.get("hidden_size", text.hidden_size),
         "target_hidden_size": text.hidden_size,
-        "max_position_embeddings": getattr(text, "max_position_embeddings", 2048),
-        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-5),
+        "max_position_embeddings": _longest_text(text),
+        "rms_norm_eps": _norm_eps(block),
         "rope_parameters": _portable_rope(text),
         "vocab_size": vocab_size,
         "draft_vocab_size": draft_vocab_size,
@@ -41,33 +57,70 @@ def new_head_config(target, vocab_size: int, draft_vocab_size: int, overrides: d
     return Eagle3DraftConfig(**{**fields, **overrides})
 
 
-def _widths(text, overrides: dict) -> dict:
+def _last_block_config(text) -> Any:
+    """The config that the last block was built from, where fields may differ by layer (Gemma 4).
+
+    It is the block that a head is started from.
+    """
+    return text.per_layer_config[-1] if getattr(text, "is_heterogeneous", False) else text
+
+
+def _embedding_width(target) -> int:
+    shape = table_shape(target.get_input_embeddings())
+    return target.config.get_text_config().hidden_size if shape is None else shape[1]
+
+
+def _widths(block, overrides: dict) -> dict:
     """Of the residual stream, attention and MLP: the target's, or in proportion where `hidden_size` is another."""
-    width, heads = overrides.get("hidden_size", text.hidden_size), text.num_attention_heads
-    groups = heads // (getattr(text, "num_key_value_heads", None) or heads)
-    head_dim = overrides.get("head_dim") or getattr(text, "head_dim", None) or text.hidden_size // heads
-    mlp, own_embeddings = _mlp_width(text), width != text.hidden_size
-    if own_embeddings:
+    width = overrides.get("hidden_size", block.hidden_size)
+    heads, groups, head_dim = _attention_widths(block, overrides)
+    mlp = _mlp_width(block)
+    if width != block.hidden_size:
         head_dim = min(head_dim, width - width % 2)
         heads = overrides.get("num_attention_heads") or max(1, width // head_dim)
         groups = groups if heads % groups == 0 else 1
-        mlp = max(1, mlp * width // text.hidden_size)
+        mlp = max(1, mlp * width // block.hidden_size)
     return {
         "hidden_size": width,
         "intermediate_size": mlp,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // groups,
         "head_dim": head_dim,
-        "own_embeddings": own_embeddings,
     }
 
 
-def _mlp_width(text) -> int:
+def _attention_widths(block, overrides: dict) -> tuple[int, int, int]:
+    """Heads, heads that share a key, and their width: the target's, or a choice where it has no attention (Mamba)."""
+    heads = getattr(block, "num_attention_heads", None)
+    if heads is None:  # its `head_dim`, if any, is that of a recurrent state
+        head_dim = overrides.get("head_dim") or min(_HEAD_DIM, block.hidden_size - block.hidden_size % 2)
+        heads = overrides.get("num_attention_heads")
+        if heads is None:
+            return max(1, block.hidden_size // head_dim), 1, head_dim
+        return heads, 1, overrides.get("head_dim") or block.hidden_size // heads
+    groups = heads // (getattr(block, "num_key_value_heads", None) or heads)
+    head_dim = overrides.get("head_dim") or getattr(block, "head_dim", None) or block.hidden_size // heads
+    return heads, groups, head_dim
+
+
+def _mlp_width(block) -> int:
     """Mixture-of-experts targets have narrow experts; a dense draft wants a dense width."""
-    width = getattr(text, "intermediate_size", None) or 0
+    width = getattr(block, "intermediate_size", None) or 0
     if isinstance(width, list):
         width = max(width)
-    return max(width, 2 * text.hidden_size)
+    return max(width, 2 * block.hidden_size)
+
+
+def _norm_eps(block) -> float:
+    """What the target's norms add to a variance; families call it otherwise, or leave the usual name `None`."""
+    found: list[Any] = [getattr(block, name, None) for name in _NORM_EPS]
+    return next((eps for eps in found if is_number(eps) and eps > 0), 1e-5)
+
+
+def _longest_text(text) -> int:
+    """XLNet says -1: no limit."""
+    length: Any = getattr(text, "max_position_embeddings", None)
+    return length if is_integer(length) and length > 0 else 2048
 
 
 def _portable_rope(text) -> dict:
@@ -104,13 +157,30 @@ def dense_rows(linear: nn.Module, ids: torch.Tensor, width: int, chunk: int = 25
     return torch.cat(columns).T.contiguous()
 
 
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Without the dropout of adapters; modes are put back part by part."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
 @torch.no_grad()
 def warm_start_head(draft, target) -> None:
     """Gather the head rows of the draft vocabulary from the target's output layer, if the widths agree."""
     config, head = draft.config, target.get_output_embeddings()
     if head is None or not config.own_lm_head or config.hidden_size != config.target_hidden_size:
         return
-    rows = dense_rows(head, draft.draft_vocab_ids().cpu(), config.hidden_size)
+    shape = table_shape(head)
+    if shape is not None and shape[1] != config.hidden_size:
+        return
+    with _evaluating(head):
+        rows = dense_rows(head, draft.draft_vocab_ids().cpu(), config.hidden_size)
     draft.lm_head.weight.copy_(rows.to(draft.lm_head.weight))
 
 
@@ -122,7 +192,7 @@ def warm_start_body(draft, target) -> None:
         return
     if config.final_norm:
         _copy_gain(draft.norm, getattr(_decoder(target), "norm", None), config.hidden_size)
-    if config.own_embeddings:
+    if config.own_embeddings and _embedding_width(target) == config.hidden_size:
         _copy_embeddings(draft.embed_tokens, target.get_input_embeddings())
     if config.use_aux_hidden_state:
         draft.fc.weight.normal_(std=config.initializer_range)
@@ -178,6 +248,7 @@ def _copy_gain(mine: nn.Module, norm: nn.Module | None, width: int) -> None:
         return
     signs = torch.ones(1, width, device=weight.device, dtype=torch.float32)
     signs[:, 1::2] = -1
+    norm = copy.deepcopy(norm).float()  # in half precision a bias would not cancel out, and LayerNorm takes no float32
     gain = (norm(signs).float() - norm(-signs).float()) * signs / 2  # a bias cancels out
     mine.weight.copy_(gain[0].to(mine.weight))
 

@@ -5,6 +5,8 @@ at transformers' default scale greedy text repeats one token for ever, and at tw
 moves the logits by more than the margin that counts as a near-tie. Windows are short enough to be crossed by a test.
 """
 
+from typing import Any
+
 import torch
 import transformers
 from packaging import version
@@ -73,6 +75,12 @@ _BROKEN = {"olmo2"} if version.parse(transformers.__version__) < version.parse("
 FAMILIES = [name for name in SPECIFIC if name not in _BROKEN]
 
 
+def common(model_type: str) -> dict[str, Any]:
+    """Those of the common fields that a family's config has: a target must not know more than its library's own."""
+    config = AutoConfig.for_model(model_type)
+    return {name: value for name, value in COMMON.items() if name in vars(config) or name in config.attribute_map}
+
+
 def tiny(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
     """A new target of the family `name`; the generator's state is left as it was.
 
@@ -81,7 +89,7 @@ def tiny(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
         seed: of the weights.
         overrides: fields of the family's config, such as `num_hidden_layers=2`.
     """
-    fields = {**COMMON, **SPECIFIC[name]}
+    fields = {**common(SPECIFIC[name]["model_type"]), **SPECIFIC[name]}
     if "num_hidden_layers" in overrides and "layer_types" in fields:
         fields["layer_types"] = fields["layer_types"][: overrides["num_hidden_layers"]]
     config = AutoConfig.for_model(**{**fields, **overrides})

@@ -8,8 +8,8 @@ import transformers
 from packaging import version
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from families import COMMON, VOCAB_SIZE, WINDOW, move_vectors
 from families import SPECIFIC as WELL_TESTED
+from families import VOCAB_SIZE, WINDOW, common, move_vectors
 
 
 # Some families and some of their abilities are newer than the oldest version that we support.
@@ -65,7 +65,7 @@ TREES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox"},
     "gptj": {"model_type": "gptj", **GPT2_NAMES, "rotary_dim": 8},
     "gpt2": {"model_type": "gpt2", **GPT2_NAMES},
-    "falcon": {"model_type": "falcon", "alibi": False, "head_dim": None},
+    "falcon": {"model_type": "falcon", "alibi": False},
     "opt": {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64},
     "biogpt": {"model_type": "biogpt"},
     "xglm": {"model_type": "xglm", "d_model": 64, "num_layers": LAYERS, "attention_heads": 4, "ffn_dim": 128},
@@ -84,7 +84,7 @@ TREES: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         "model_type": "gemma4_text", "sliding_window": WINDOW, "layer_types": FULL_AND_WINDOW,
         "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE,
-        "global_head_dim": 16,
+        "global_head_dim": 32,
     },
 }  # fmt: skip
 CHAINS: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ CHAINS: dict[str, dict[str, Any]] = {
         "model_type": "gpt_neo", "num_layers": LAYERS, "num_heads": 4, "window_size": WINDOW,
         "attention_types": [[["global", "local"], LAYERS // 2]],
     },
-    "falcon_alibi": {"model_type": "falcon", "alibi": True, "head_dim": None},
+    "falcon_alibi": {"model_type": "falcon", "alibi": True},
     "bloom": {"model_type": "bloom", "n_layer": LAYERS, "n_head": 4},
     "mpt": {
         "model_type": "mpt", "d_model": 64, "n_layers": LAYERS, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 512,
@@ -127,11 +127,10 @@ OTHERS = {**TREES, **CHAINS, **PLAIN}
 
 def tiny_other(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
     """A new target of the family `name`, of this module or of `families`; as `families.tiny`."""
-    fields = {**COMMON, "num_hidden_layers": LAYERS, **WELL_TESTED.get(name, {}), **OTHERS.get(name, {}), **overrides}
+    specific = {**WELL_TESTED.get(name, {}), **OTHERS.get(name, {})}
+    fields = {**common(specific["model_type"]), "num_hidden_layers": LAYERS, **specific, **overrides}
     if len(fields.get("layer_types", ())) > fields["num_hidden_layers"]:
         fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
-    if fields["head_dim"] is None:  # a property of some configs
-        del fields["head_dim"]
     config = AutoConfig.for_model(**fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

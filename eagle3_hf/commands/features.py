@@ -93,10 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _layer_ids(arguments: argparse.Namespace) -> list[int]:
     from transformers import AutoConfig
 
-    from eagle3_hf.features import default_layer_ids
+    from eagle3_hf.features import default_layer_ids, num_blocks
 
     text = AutoConfig.from_pretrained(arguments.model).get_text_config()
-    return sorted(arguments.layer_ids) if arguments.layer_ids else default_layer_ids(text.num_hidden_layers)
+    return sorted(arguments.layer_ids) if arguments.layer_ids else default_layer_ids(num_blocks(text))
 
 
 def _size(rows, arguments: argparse.Namespace, layer_ids: list[int], dtype) -> str:

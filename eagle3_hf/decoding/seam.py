@@ -173,7 +173,6 @@ def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, 
     _say_if_untested(transformers.__version__)
     draft._require_vocabulary("generate")
     draft.check_target(target)
-    _check_target_class(target)
     _check_mode(target, mode, config)
     _check_options(config, mode_kwargs)
     _call_settings(target, draft, config)
@@ -235,13 +234,6 @@ def _check_options(config: GenerationConfig, mode_kwargs: dict[str, Any]) -> Non
         raise ValueError(
             "cache_implementation='quantized' with a draft head is not supported: quantized entries cannot be rolled "
             "back; use another cache"
-        )
-
-
-def _check_target_class(target) -> None:
-    if getattr(target.config.get_text_config(), "altup_num_inputs", 0):
-        raise ValueError(
-            f"{type(target).__name__} has several residual streams (AltUp), and a head reads one: no head can fit it"
         )
 
 

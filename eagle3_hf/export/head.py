@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration_eagle3 import Eagle3DraftConfig
-from ..features import check_target
+from ..features import check_target, num_target_layers
 from . import borrowed
 from .card import CARD_FILE, looks_like_hub_id, write_card
 from .engines import engine_tensor_name, sglang_config, speculators_config, vllm_config
@@ -141,7 +141,7 @@ def _settled_config(config: Eagle3DraftConfig, target: PreTrainedModel | PreTrai
     model: Any = _ConfigOfTarget(target) if isinstance(target, PreTrainedConfig) else target
     check_target(config, model)
     text_config = model.config.get_text_config()
-    config.target_num_hidden_layers = text_config.num_hidden_layers
+    config.target_num_hidden_layers = num_target_layers(model)
     config.target_model_type = config.target_model_type or text_config.model_type
     config.target_name_or_path = config.target_name_or_path or getattr(model.config, "_name_or_path", None) or None
     return config

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, s
 from transformers.utils import logging
 
 from ..configuration_eagle3 import Eagle3DraftConfig
+from ..features import target_vocab_size
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..ttt.loss import IGNORE_INDEX
 from .arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
@@ -158,7 +159,7 @@ def make_head(model: ModelArguments, target: PreTrainedModel) -> Eagle3DraftMode
     overrides: dict[str, Any] = {"target_name_or_path": model.target, **(model.head_config or {})}  # type: ignore[dict-item]
     if model.target_layer_ids is not None:
         overrides["target_layer_ids"] = model.target_layer_ids
-    vocab_size = target.get_input_embeddings().num_embeddings
+    vocab_size = target_vocab_size(target)
     size = model.draft_vocab_size if model.draft_vocab_size < vocab_size else None
     return Eagle3DraftModel.from_target(target, draft_vocab_size=size, warm_start=model.warm_start, **overrides)
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..features import FeatureReader
+from ..features import FeatureReader, target_vocab_size
 from ..ttt.loss import IGNORE_INDEX
 from .output_layer import OutputLayer
 from .stored import FP8, SCALES, StoredFeatures, check_first_choices, is_whole, shard_path, to_fp8
@@ -119,7 +119,7 @@ def _write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 def _output_layer(target: nn.Module, input_ids: torch.Tensor) -> OutputLayer:
     """The target's output layer; raises unless its logits can be computed again from what is to be stored."""
-    output = OutputLayer(target, torch.arange(target.get_input_embeddings().num_embeddings))
+    output = OutputLayer(target, torch.arange(target_vocab_size(target)))
     if not output.fits(input_ids):
         raise ValueError(
             f"the logits of {type(target).__name__} cannot be computed from its last hidden state alone (compared on "
