@@ -17,7 +17,7 @@ from transformers.utils import logging
 from . import vocab
 from .configuration_eagle3 import FIELDS, Eagle3DraftConfig, unknown_keys
 from .folder import HeadFolder, read_folder, read_generation_config, read_tensors
-from .layouts import WEIGHT_RENAMINGS, HeadDescription, HeadFormatError, describe, float_dtype, shortened
+from .layouts import WEIGHT_RENAMINGS, FileNames, HeadDescription, HeadFormatError, describe, float_dtype, shortened
 from .rope import is_integer
 from .tree_settings import LARGEST_TREE, PAPER_TREE
 
@@ -133,7 +133,9 @@ def canonical_config(path: str | os.PathLike, described: HeadDescription) -> Eag
         HeadFormatError: fields that no head can have.
     """
     fields = {key: value for key, value in described.fields.items() if key not in _NO_FIELDS}
-    fields["dtype"] = _about(path, float_dtype, described.tensors)  # the file's, also where its config says otherwise
+    fields["dtype"] = _about(
+        path, float_dtype, described.tensors, FileNames(described.renamed)
+    )  # the file's, also where its config says otherwise
     try:
         config = Eagle3DraftConfig(**fields)
     except Exception as error:  # a file can hold anything; whatever it breaks, the file is what is wrong
@@ -167,26 +169,28 @@ def check_tensors(cls, config: Eagle3DraftConfig, described: HeadDescription) ->
         raise HeadFormatError(f"its config describes tensors that are too large to exist: {error}") from error
     wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.items()}
     found = {name: info.shape for name, info in described.tensors.items()}
-    problems = _missing(config, set(wanted) - set(found))
+    names = FileNames(described.renamed)
+    problems = _missing(config, set(wanted) - set(found), names)
     unused = sorted(name for name, ours in described.renamed.items() if ours not in wanted)
     if unused:
         problems.append(f"tensors that no part of an EAGLE-3 head uses: {unused}")
     for name in sorted(set(wanted) & set(found)):
         if wanted[name] != found[name]:
-            problems.append(f"{name} has shape {found[name]} in the file, but the config makes it {wanted[name]}")
+            shown = names.show(name)
+            problems.append(f"{shown} has shape {found[name]} in the file, but the config makes it {wanted[name]}")
     if problems:
         raise HeadFormatError("; ".join(problems))
 
 
-def _missing(config: Eagle3DraftConfig, names: set[str]) -> list[str]:
+def _missing(config: Eagle3DraftConfig, missing: set[str], names: FileNames) -> list[str]:
     problems = []
     whole = config.draft_vocab_size == config.vocab_size  # such heads are published without a map
-    if "d2t" in names and not whole:
+    if "d2t" in missing and not whole:
         problems.append(
             f"draft vocabulary without a map: the head has {config.draft_vocab_size} of {config.vocab_size} tokens "
             "and no `d2t` tensor that says which"
         )
-    lost = sorted(names - {"d2t", "t2d"})
+    lost = [names.show(name) for name in sorted(missing - {"d2t", "t2d"})]
     if lost:
         problems.append(f"missing tensors {lost}: these would stay random")
     return problems
@@ -194,16 +198,28 @@ def _missing(config: Eagle3DraftConfig, names: set[str]) -> list[str]:
 
 def _account_for_tensors(draft, info: dict[str, Any], described: HeadDescription, path) -> None:
     """After loading: everything that the file has is where it belongs, and means something."""
+    _check_vocabulary_is_there(draft, path)
     _separate(draft)
+    names = FileNames(described.renamed)
     lost = set(info["missing_keys"]) & set(described.tensors) | {name for name, *_ in info["mismatched_keys"]}
     strange = {name for name in info["unexpected_keys"] if name not in described.dropped}
     if lost or strange:
-        raise HeadFormatError(f"{path}: transformers did not load {sorted(lost | strange)}; nothing may stay random")
-    broken = [name for name, tensor in draft.state_dict().items() if not _is_finite(tensor)]
+        shown = [names.show(name) for name in sorted(lost | strange)]
+        raise HeadFormatError(f"{path}: transformers did not load {shown}; nothing may stay random")
+    broken = [names.show(name) for name, tensor in draft.state_dict().items() if not _is_finite(tensor)]
     if broken:
         raise HeadFormatError(f"{path}: NaN or infinity in {broken}: its training broke, or the file is corrupt")
     if "d2t" in described.tensors:
         _settle_vocabulary(draft, "t2d" in described.tensors, path)
+
+
+def _check_vocabulary_is_there(draft: Any, path) -> None:
+    """Drafting reads the vocabulary map itself, so it cannot be fetched by a module's hook."""
+    if draft.d2t.is_meta or draft.t2d.is_meta:
+        raise ValueError(
+            f"{path}: with this device_map the head's vocabulary map (d2t, t2d) is on the meta device, without "
+            "numbers: load the head onto one device, or offload it without 'meta' and offload_buffers=True"
+        )
 
 
 def _separate(draft: nn.Module) -> None:

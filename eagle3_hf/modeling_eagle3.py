@@ -27,6 +27,7 @@ from .export.card import write_card
 from .features import Borrowed, call_at_home, check_target, compute_dtype, target_vocab_size
 from .layouts import DROPPED_TENSORS
 from .loading import load_head
+from .offload import require_resident, require_weights
 from .tree_settings import declare_tree_settings
 from .ttt.loss import StepLoss, Supervision, supervised_mask, weighted_loss
 from .ttt.settings import TTTSettings
@@ -175,6 +176,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         if labels is None:
             hidden = self._first_pass(input_ids, features, borrowed)
             return Eagle3DraftOutput(logits=self.compute_logits(hidden, borrowed), hidden_states=hidden)
+        require_resident(self, "training")
         settings = settings or TTTSettings()
         settings.check_fits(self.config)
         mask = supervised_mask(labels, position_ids)
@@ -278,7 +280,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
 
     def draft_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """Draft ids -> target ids (`d2t` holds offsets)."""
-        return ids + self.d2t[ids]
+        return ids + self.d2t.to(ids.device)[ids]
 
     def _init_vocabulary_buffers(self) -> None:
         """Identity or nothing; transformers' initialisers leave alone what a file has filled."""
@@ -356,6 +358,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         A model card is written beside the weights, unless there is one that a person wrote or edited.
         """
         self._require_vocabulary("save_pretrained")
+        require_weights(self)
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
         if kwargs.get("is_main_process", True):
             write_card(save_directory, self.config, self.generation_config)

@@ -12,11 +12,14 @@ from fuzz_heads import FIELDS, IDS
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_type", "type", "factor", "partial_rotary_factor")
 _ROPE += ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim")
 _LAYER_IDS = {"target_layer_ids", "guessed_layer_ids", "target_hidden_size"}
+# Keys for layer ids of trainers and engines besides `IDS`.
+ID_KEYS = ("layer_ids", "target_layer_ids", "target_hidden_layer_ids", "aux_hidden_state_layer_ids", "aux_layer_ids")
+ID_KEYS += ("aux_hidden_state_layers", "eagle3_layers_to_capture", "layers_to_capture", "draft_feature_layer_ids")
 _BIAS = {"attention_bias", "attention_output_bias"}
 # Key of a file -> the canonical fields that it decides, where those are not the one of the same name.
 _DECIDES: dict[str, set[str]] = {
     **dict.fromkeys(_ROPE, {"rope_parameters"}),
-    **dict.fromkeys((IDS, "layer_ids", "num_aux_hidden_states", "target_layer_ids"), _LAYER_IDS),
+    **dict.fromkeys((IDS, "num_aux_hidden_states", *ID_KEYS), _LAYER_IDS),
     **dict.fromkeys(("attention_bias", "qkv_bias", "bias"), _BIAS),
     "num_attention_heads": {"num_attention_heads", "num_key_value_heads", "head_dim"},
     "vocab_size": {"vocab_size", "draft_vocab_size"},
@@ -31,6 +34,7 @@ _DECIDES: dict[str, set[str]] = {
     **{key: set() for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "draft_vocab_size")},
 }
 # Fields whose legal values must arrive as the file says.
+_LEVELS = ((), ("eagle_config",), ("transformer_layer_config",))  # where such a key means what it says
 _VALUES = ("rms_norm_eps", "hidden_act", "max_position_embeddings", "norm_before_residual", "norm_output")
 
 
@@ -128,7 +132,7 @@ def replace_value(case) -> None:
     _touch(case, path, old)
     _touch(case, path, new)
     place[path[-1]] = new
-    if path[-1] in _VALUES and new is not None:
+    if path[-1] in _VALUES and path[:-1] in _LEVELS and new is not None:
         case.published.wanted[path[-1]] = new
     case.story.append(f"{'.'.join(map(str, path))} = {_brief(new)}")
 
@@ -200,6 +204,19 @@ def unknown_key(case) -> None:
     _touch(case, (key,), case.published.config.get(key))
     case.published.config[key] = value
     case.story.append(f"{key[:40]} = {_brief(value)} added")
+
+
+def ids_elsewhere(case) -> None:
+    """Layer ids under a further key, at any level; equal to the others, one apart, or anything."""
+    config, rng = case.published.config, case.rng
+    where, key = rng.choice(["", "eagle_config", "model"]), rng.choice([IDS, *ID_KEYS])
+    ids = rng.choice([[1, 3, 4], [2, 4, 5], [2, 4], [0, 1, 2], [5, 3, 1], odd_value(rng, [1, 3, 4])])
+    _touch(case, (key,), ids)
+    if where and not isinstance(config.get(where), dict):
+        _touch(case, (where,), config.get(where))
+        config[where] = {}
+    (config[where] if where else config)[key] = ids
+    case.story.append(f"{key} = {_brief(ids)} in {where or 'the top level'}")
 
 
 def raw_config(case) -> None:

@@ -202,6 +202,16 @@ def _five_layers() -> Published:
     return found
 
 
+def _ids_at(guessed: bool, ids: list[int], **places: list[int]) -> Published:
+    """Ids under any keys, `eagle_config__KEY` for nested ones; `ids` is what they mean."""
+    draft = new_head(target_layer_ids=ids, guessed_layer_ids=guessed)
+    config: dict[str, Any] = _file_config(draft) | {"architectures": ["LlamaForCausalLMEagle3"]}
+    for place, stored in places.items():
+        *nested, key = place.split("__")
+        (config.setdefault(nested[0], {}) if nested else config)[key] = stored
+    return Published(config, _named(draft, "midlayer"), _expect(draft))
+
+
 def _own(file: str = "model.safetensors", **fields) -> Published:
     draft = new_head(**fields)
     with tempfile.TemporaryDirectory() as folder:
@@ -235,6 +245,9 @@ _KINDS: dict[str, Callable[[], Published]] = {
     "speculators": lambda: _speculators(norm_before_residual=True, norm_before_fc=True),
     "speculators layers": _speculators_layers,
     "NeMo": _nemo,
+    "equal ids": lambda: _ids_at(True, [2, 4, 5], **{IDS: [1, 3, 4], f"eagle_config__{IDS}": [1, 3, 4]}),
+    "ids one apart": lambda: _ids_at(False, [2, 4, 5], aux_layer_ids=[1, 3, 4], layers_to_capture=[2, 4, 5]),
+    "ids under another key": lambda: _ids_at(False, [2, 4, 5], eagle_config__target_hidden_layer_ids=[1, 3, 4]),
     "own": _own,
     "own .bin": lambda: _own("pytorch_model.bin"),
     "own shards": lambda: _own("sharded/model.safetensors", own_embeddings=True),

@@ -363,6 +363,7 @@ _ALL = [
     (header, True, 5),
     (index, True, 5),
     (odd_files, True, 5),
+    (config.ids_elsewhere, False, 10),
 ]
 KINDS = [(mutate, on_files) for mutate, on_files, _ in _ALL]
 WEIGHTS = [weight for *_, weight in _ALL]

@@ -9,6 +9,7 @@ from transformers.utils import logging
 
 from ..draft_attention import CachedAttention, DraftCache
 from ..modeling_eagle3 import Eagle3DraftModel
+from ..offload import home_of
 from ..tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
 from .drafting import NoiseRanking, Ranking, TreeGrower, TreeSettings, greedy_ranking
 from .noise import Noise
@@ -55,6 +56,7 @@ class Eagle3Candidate(CandidateGenerator):
         draft._require_vocabulary("drafting")
         draft.check_target(target)
         self.draft = draft
+        self._device = home_of(draft)
         self.settings = settings or tree_settings(draft, target)
         self._start = start_position
         self._cache = DraftCache(draft.config.num_hidden_layers, draft_window(draft))
@@ -86,7 +88,7 @@ class Eagle3Candidate(CandidateGenerator):
             embeds: (B, n, H) what the target was given in place of some tokens, such as parts of an image.
             embedded: (B, n) bool, of which ones; with `embeds`.
         """
-        device = self.draft.layers[0].hidden_norm.weight.device
+        device = self._device
         tokens = tokens.to(device)
         # A row that overflowed must not spoil all that will attend to it: one bad guess, not the rest of the call.
         hidden = self.draft.fuse(features.to(device)).nan_to_num()

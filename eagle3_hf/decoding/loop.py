@@ -22,11 +22,12 @@ from .candidate import Eagle3Candidate
 from .choosing import FURTHEST_AHEAD, TokenEmitter
 from .draft_rows import DraftRows, PromptMedia, forget, join, prompt_rows, ragged_rows
 from .drafting import TreeSettings
+from .own_code import uncompiled
 from .peers import peers_of
 from .record import StepRecord
 from .rows import Rows, depth_of
 from .sizing import TreeSizer, ranks_on_path, sizer_of
-from .target import CACHE_KEY, TargetRun, rope_limits, uncompiled
+from .target import CACHE_KEY, TargetRun, rope_limits
 from .tree import DraftTree
 from .verification import Walk
 

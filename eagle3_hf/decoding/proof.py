@@ -21,8 +21,9 @@ from transformers.utils import logging
 from .abilities import TREE, Ability, Way, known_ability
 from .custom_code import CustomCode, custom_code
 from .hook_memory import Memory
+from .own_code import uncompiled
 from .snapshots import has_states, state_difference
-from .target import CACHE_KEY, TargetRun, uncompiled
+from .target import CACHE_KEY, TargetRun
 from .tree import DraftTree
 
 

@@ -1,7 +1,8 @@
 """What we wrap in transformers so that `generate(assistant_model=draft)` reaches our loop, and nothing else changes.
 
-Three methods of `GenerationMixin` and the mask interfaces (see `masks`). Each wrapper acts only when the assistant is
-a draft head; `disable` restores what is still ours on top, and leaves a pass-through where somebody wrapped it since.
+Four methods of `GenerationMixin`, the function by which pipelines load an assistant, and the mask interfaces (see
+`masks`). Each wrapper acts only when the assistant is a draft head, or nothing that could be one; `disable` restores
+what is still ours on top, and leaves a pass-through where somebody wrapped it since.
 """
 
 import functools
@@ -14,17 +15,21 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.pipelines import base as pipelines
 from transformers.utils import logging
 
 from ..acceptance import SpeculationStats
 from ..modeling_eagle3 import Eagle3DraftModel
+from ..offload import home_of, is_offloaded
 from ..vocab import check_tokenizer
 from . import masks
 from .abilities import Way
+from .assistants import as_draft, refuse_lost_head, refuse_no_model, refuse_path_of_head
 from .cache import require_supported
 from .candidate import draft_window, tree_settings
 from .drafting import TreeSettings
 from .loop import SpeculativeDecoding
+from .origins import note, origin, rejection
 from .proof import ability_of
 from .snapshots import require_restorable
 from .target import CACHE_KEY
@@ -58,27 +63,16 @@ _enabled = False
 _wrapped: dict[str, tuple[Callable, Callable]] = {}
 
 
-def as_draft(assistant: Any) -> Eagle3DraftModel | None:
-    """The draft head behind an `assistant_model`, also when compiled, DDP- or PEFT-wrapped; `None` for others."""
-    for _ in range(4):
-        if isinstance(assistant, Eagle3DraftModel):
-            return assistant
-        if hasattr(assistant, "get_base_model"):
-            assistant = assistant.get_base_model()
-        else:
-            assistant = getattr(assistant, "_orig_mod", getattr(assistant, "module", None))
-    return None
-
-
 def enable() -> None:
     """Let `generate` accept draft heads; done once by `import eagle3_hf`. Twice is the same as once."""
     global _enabled
     masks.install()
     for name, make in _WRAPPERS.items():
-        original = getattr(GenerationMixin, name, None)
+        owner = _owner(name)
+        original = getattr(owner, name, None)
         if original is not None and not (name in _wrapped and _leads_to(original, _wrapped[name][1])):
             wrapper = functools.wraps(original)(make(original))
-            setattr(GenerationMixin, name, wrapper)
+            setattr(owner, name, wrapper)
             _wrapped[name] = (original, wrapper)
     _enabled = True
 
@@ -94,8 +88,8 @@ def disable() -> None:
     """Put transformers back. A draft passed to `generate` then raises."""
     global _enabled
     for name, (original, wrapper) in list(_wrapped.items()):
-        if getattr(GenerationMixin, name) is wrapper:
-            setattr(GenerationMixin, name, original)
+        if getattr(_owner(name), name) is wrapper:
+            setattr(_owner(name), name, original)
             del _wrapped[name]
     masks.uninstall()
     _enabled = False
@@ -128,7 +122,8 @@ def _wrap_validation(original: Callable) -> Callable:
         draft = as_draft(assistant)
         if draft is None:
             if _enabled:
-                _refuse_lost_head(assistant)
+                refuse_no_model(assistant)
+                refuse_lost_head(assistant)
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         if not _enabled:
             raise ValueError("eagle3_hf is disabled: call eagle3_hf.enable() to pass a draft head as assistant_model")
@@ -146,22 +141,37 @@ def _wrap_extraction(original: Callable) -> Callable:
     return _extract_generation_mode_kwargs
 
 
+def _wrap_preparation(original: Callable) -> Callable:
+    def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
+        prepared = original(self, generation_config, *args, **kwargs)
+        if _enabled and not torch.compiler.is_compiling():
+            note(prepared[0], kwargs, generation_config)
+        return prepared
+
+    return _prepare_generation_config
+
+
+def _wrap_assistant_loading(original: Callable) -> Callable:
+    def load_assistant_model(model, assistant_model, assistant_tokenizer):
+        if _enabled and model.can_generate():
+            (refuse_path_of_head if isinstance(assistant_model, str) else refuse_no_model)(assistant_model)
+        return original(model, assistant_model, assistant_tokenizer)
+
+    return load_assistant_model
+
+
 _WRAPPERS: dict[str, Callable[[Callable], Callable]] = {
     "_assisted_decoding": _wrap_decoding,
     "_validate_generation_mode": _wrap_validation,
     "_extract_generation_mode_kwargs": _wrap_extraction,
+    "_prepare_generation_config": _wrap_preparation,
+    "load_assistant_model": _wrap_assistant_loading,
 }
 
 
-def _refuse_lost_head(assistant: Any) -> None:
-    """A published head opened by AutoModel becomes a random model of the class its config claims: say so."""
-    config = getattr(assistant, "config", None)
-    if any(getattr(config, name, None) is not None for name in ("draft_vocab_size", "eagle_config")):
-        raise ValueError(
-            f"assistant_model is a {type(assistant).__name__} whose config speaks of a draft vocabulary: a published "
-            "EAGLE-3 head opened under the wrong class, so with random weights. Load it with "
-            "eagle3_hf.Eagle3DraftModel.from_pretrained(...)"
-        )
+def _owner(name: str) -> Any:
+    """Whose attribute a wrapped method or function is."""
+    return pipelines if name == "load_assistant_model" else GenerationMixin
 
 
 def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
@@ -172,10 +182,11 @@ def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, 
     """
     _say_if_untested(transformers.__version__)
     draft._require_vocabulary("generate")
+    _check_place(draft)
     draft.check_target(target)
     _check_mode(target, mode, config)
-    _check_options(config, mode_kwargs)
-    _call_settings(target, draft, config)
+    _check_options(target, config, mode_kwargs)
+    _check_number(target, draft, config)
     draft_window(draft)
     _check_tokenizer(draft, mode_kwargs.get("tokenizer"))
 
@@ -186,6 +197,15 @@ def _say_if_untested(installed: str) -> None:
         logger.warning_once(
             f"transformers {installed} is newer than the newest that this version of eagle3_hf was tested with "
             f"({'.'.join(map(str, _NEWEST_TESTED))}); if a text differs from the plain call's, please report it"
+        )
+
+
+def _check_place(draft: Eagle3DraftModel) -> None:
+    home_of(draft)
+    if is_offloaded(draft):
+        logger.warning_once(
+            "The draft head's weights are offloaded and fetched again for every level of every tree, which takes "
+            "longer than drafting saves. Load it without a device_map, or with one that keeps it on one device."
         )
 
 
@@ -210,7 +230,7 @@ def _check_tokenizer(draft: Eagle3DraftModel, tokenizer: Any) -> None:
 
 def _check_mode(target, mode, config: GenerationConfig) -> None:
     if config.num_beams and config.num_beams > 1:
-        raise ValueError(f"num_beams={config.num_beams} with a draft head is not supported: use num_beams=1")
+        raise rejection(target, config, "num_beams", "with a draft head is not supported (one beam is)", 1)
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(f"generation mode {mode} with a draft head is not supported: use greedy decoding or sampling")
     modes = getattr(target, "_supported_generation_modes", None)
@@ -218,23 +238,31 @@ def _check_mode(target, mode, config: GenerationConfig) -> None:
         raise ValueError(f"{type(target).__name__} only supports {modes}: generate without assistant_model")
 
 
-def _check_options(config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+def _check_options(target, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     if config.use_cache is False:
-        raise ValueError("use_cache=False with a draft head is not supported: verification needs the cache")
+        reason = "with a draft head is not supported, since verification needs the cache"
+        raise rejection(target, config, "use_cache", reason, True)
     for name, default in _MEANINGLESS.items():
         value = getattr(config, name, None)
         if value is not None and value != default:
-            raise ValueError(f"{name}={value!r} has no meaning with a draft head: leave it out")
+            raise rejection(target, config, name, "has no meaning with a draft head", default)
     if mode_kwargs.get("assistant_tokenizer") is not None:
         raise ValueError(
             "assistant_tokenizer has no meaning with a draft head, which drafts in the target's own tokens: leave it "
             "out (a pipeline that asks for it is content after draft.bind(model))"
         )
     if config.cache_implementation == "quantized":
-        raise ValueError(
-            "cache_implementation='quantized' with a draft head is not supported: quantized entries cannot be rolled "
-            "back; use another cache"
-        )
+        reason = "with a draft head is not supported, since quantized entries cannot be rolled back"
+        raise rejection(target, config, "cache_implementation", reason, None)
+
+
+def _check_number(target, draft: Eagle3DraftModel, config: GenerationConfig) -> None:
+    try:
+        _call_settings(target, draft, config)
+    except ValueError as error:
+        if config.num_assistant_tokens is None or origin(target, config, "num_assistant_tokens") == "call":
+            raise
+        raise rejection(target, config, "num_assistant_tokens", f"is rejected ({error})", None) from error
 
 
 def _call_settings(target, draft: Eagle3DraftModel, config: GenerationConfig) -> TreeSettings:

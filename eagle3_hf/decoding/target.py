@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.utils import logging
 
 from . import cache as cache_paths
 from .abilities import TREE, Ability, Way
@@ -23,8 +22,6 @@ from .peers import Peers
 from .snapshots import Snapshot, has_entries, require_restorable
 from .tree import DraftTree
 
-
-logger = logging.get_logger(__name__)
 
 # Accepted tokens that a restored cache may still lack; they are fed again with every chain until one is all accepted.
 _MOST_FED_AGAIN = 16
@@ -310,23 +307,3 @@ def every_prompt_token(target: PreTrainedModel, model_kwargs: dict[str, Any]) ->
         del model_kwargs["output_hidden_states"]
         if asked is not None:
             model_kwargs["output_hidden_states"] = asked
-
-
-@contextmanager
-def uncompiled(target: PreTrainedModel) -> Iterator[None]:
-    """Run a compiled target's own code in this block: compiled code asks neither our hooks nor our masks."""
-    compiled = any(
-        module._compiled_call_impl is not None
-        or "_orig_mod" in module._modules
-        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-        for module in target.modules()
-    )
-    if not compiled:
-        yield
-        return
-    logger.warning_once(
-        f"{type(target).__name__} is compiled; beside a draft head it runs uncompiled, since a compiled forward can "
-        "neither be read nor be shown a tree. The text is the same."
-    )
-    with torch.compiler.set_stance("force_eager"):
-        yield

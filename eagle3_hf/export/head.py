@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..configuration_eagle3 import Eagle3DraftConfig
 from ..features import check_target, num_target_layers
+from ..offload import require_resident
 from . import borrowed
 from .card import CARD_FILE, looks_like_hub_id, write_card
 from .engines import engine_tensor_name, sglang_config, speculators_config, vllm_config
@@ -63,10 +64,11 @@ def export_head(
         ExportError: the engine cannot run this head, each reason by name; or the draft vocabulary or the layer ids are
             not settled. Nothing was written.
         FileExistsError: see `folder`.
-        ValueError: `to` or `dtype` is unknown, or `target` is not the head's.
+        ValueError: `to` or `dtype` is unknown, `target` is not the head's, or the head is offloaded.
     """
     if to not in FORMATS:
         raise ValueError(f"unknown format {to!r}: choose from {', '.join(FORMATS)}")
+    require_resident(draft, "export")
     folder, torch_dtype = Path(folder), _torch_dtype(dtype)
     check_folder(folder, overwrite)
     config = _settled_config(draft.config, target)

@@ -7,9 +7,9 @@ tells it apart), `names` (its tensor names) and `describe` (its config keys).
 
 from .config_keys import TARGET_KEYS
 from .describe import HeadDescription, describe
-from .dialects import check_is_head, is_own_layout
+from .dialects import check_is_head, is_head_config, is_own_layout
 from .errors import HeadFormatError, shortened
-from .names import DROPPED_TENSORS, WEIGHT_RENAMINGS
+from .names import DROPPED_TENSORS, WEIGHT_RENAMINGS, FileNames
 from .rope import REFERENCE_THETA
 from .tensors import TensorInfo, float_dtype, read_tensor_table
 
@@ -19,12 +19,14 @@ __all__ = [
     "REFERENCE_THETA",
     "TARGET_KEYS",
     "WEIGHT_RENAMINGS",
+    "FileNames",
     "HeadDescription",
     "HeadFormatError",
     "TensorInfo",
     "check_is_head",
     "describe",
     "float_dtype",
+    "is_head_config",
     "is_own_layout",
     "read_tensor_table",
     "shortened",

@@ -5,6 +5,7 @@ from typing import Any
 
 from .dialects import is_speculators
 from .errors import HeadFormatError, dictionary
+from .layer_ids import KEY, names_layers
 
 
 # What a head records of its target; our exports carry it into other layouts.
@@ -63,7 +64,7 @@ def flat_view(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, An
     for key, value in layer.items():
         _settle(flat, key, value, "transformer_layer_config", conflicts=key in _READ and key != "tie_word_embeddings")
     for key, value in eagle.items():
-        if key not in ("eagle_aux_hidden_state_layer_ids", "layer_ids"):
+        if key not in (KEY, "layer_ids") and not names_layers(key, value):
             _settle(flat, key, value, "eagle_config", conflicts=key in _READ)
     return {**flat, **overrides}
 
@@ -116,5 +117,5 @@ def _residual(published: dict[str, Any], flat: dict[str, Any]) -> str | None:
 def _unknown(flat: dict[str, Any], overrides: dict[str, Any]) -> str | None:
     known = _READ | set(overrides)
     found = sorted(key for key, value in flat.items() if key not in known and value not in (None, False))
-    keys = [key for key in found if not is_without_meaning(key)]
+    keys = [key for key in found if not is_without_meaning(key) and not names_layers(key, flat[key])]
     return f"config keys that are not understood and have no effect: {keys}" if keys else None

@@ -12,12 +12,13 @@ from .config_keys import TARGET_KEYS, flat_view, is_without_meaning, key_notes
 from .dialects import check_is_head, dialect, is_own_layout, is_speculators, reads_no_features
 from .errors import HeadFormatError
 from .layer_ids import LayerIds, layer_ids
-from .names import count_layers, is_dropped, rename
+from .names import FileNames, count_layers, is_dropped, rename
 from .rope import multimodal_note, rope_parameters
 from .tensors import TensorInfo, rounding_note
 from .windows import windows
 
 
+_Shapes = dict[str, tuple[int, ...]]
 _ATTENTION = "layers.0.self_attn."
 # What an attention has that compresses its keys, or its queries, to a low rank.
 _LOW_RANK_QUERY = ("q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight")
@@ -72,12 +73,13 @@ def describe(
     flat = flat_view(config, overrides)
     ids = LayerIds(overrides.get("target_layer_ids"))
     if "target_layer_ids" not in overrides and not reads_no_features(flat):
-        ids = layer_ids(flat, is_speculators(config), notes)
-    fields = _Reader(flat, {name: info.shape for name, info in table.items()}, ids, notes).fields()
+        ids = layer_ids(config, is_speculators(config), notes)
+    names = FileNames(renamed)
+    fields = _Reader(flat, {name: info.shape for name, info in table.items()}, ids, notes, names).fields()
     if "rope_parameters" not in overrides:
         fields["rope_parameters"] = rope_parameters(flat, notes)
         notes += multimodal_note(fields["rope_parameters"])
-    notes += [*key_notes(config, flat, overrides, set(tensors)), *rounding_note(table)]
+    notes += [*key_notes(config, flat, overrides, set(tensors)), *rounding_note(table, names)]
     return HeadDescription(
         dialect=dialect(config, set(tensors)),
         fields={**fields, **overrides},
@@ -110,15 +112,16 @@ def _own(config: dict[str, Any], tensors: dict[str, TensorInfo], overrides: dict
     if "rope_parameters" not in overrides:
         fields["rope_parameters"] = rope_parameters(config, notes)
     fields = {name: value for name, value in fields.items() if name not in ("rope_theta", "rope_scaling")}
-    notes += rounding_note(table)
+    notes += rounding_note(table, FileNames(renamed))
     return HeadDescription("eagle3_hf", fields, notes, used, table, sorted(set(renamed) - set(used)))
 
 
 class _Reader:
     """Reads one published head's fields off its flat config and the shapes of its tensors (our names)."""
 
-    def __init__(self, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], ids: LayerIds, notes: list[str]):
+    def __init__(self, config: dict[str, Any], shapes: _Shapes, ids: LayerIds, notes: list[str], names: FileNames):
         self.config = config
+        self.names = names
         self.shapes = shapes
         self.ids = ids
         self.notes = notes
@@ -152,16 +155,17 @@ class _Reader:
 
     def _matrix(self, name: str) -> tuple[int, ...]:
         if name not in self.shapes:
-            raise HeadFormatError(f"missing tensors ['{name}']")
+            raise HeadFormatError(f"missing tensors ['{self.names.show(name)}']")
         shape = self.shapes[name]
         if len(shape) != 2 or 0 in shape:
-            raise HeadFormatError(f"{name} must be a matrix, got shape {shape}")
+            raise HeadFormatError(f"{self.names.show(name)} must be a matrix, got shape {shape}")
         return shape
 
     def _length(self, name: str) -> int:
         shape = self.shapes.get(name, (0,))
         if len(shape) != 1 or shape[0] < 1:
-            raise HeadFormatError(f"{name} must be a vector, got shape {self.shapes.get(name, 'none')}")
+            shown = self.names.show(name)
+            raise HeadFormatError(f"{shown} must be a vector, got shape {self.shapes.get(name, 'none')}")
         return shape[0]
 
     def _positive(self, name: str) -> int:
@@ -176,9 +180,11 @@ class _Reader:
             raise HeadFormatError(f"its config says {name} {self.config[name]}, but its tensors are made for {size}")
         return size
 
-    def _divide(self, rows: int, what: str, by: int, name: str) -> int:
+    def _divide(self, tensor: str, by: int, name: str) -> int:
+        """Rows of a tensor for each of `by` parts."""
+        rows = self._rows(tensor)
         if rows % by or rows < by:
-            raise HeadFormatError(f"{what} has {rows} rows, which is no multiple of {name} {by}")
+            raise HeadFormatError(f"{self.names.show(tensor)} has {rows} rows, which is no multiple of {name} {by}")
         return rows // by
 
     def _hidden_size(self) -> int:
@@ -198,15 +204,21 @@ class _Reader:
         size = self._positive("vocab_size")
         for name in ("t2d", "embed_tokens.weight"):
             if self._has(name) and self.shapes[name][:1] != (size,):
-                raise HeadFormatError(f"its config says vocab_size {size}, but {name} has shape {self.shapes[name]}")
+                raise HeadFormatError(
+                    f"its config says vocab_size {size}, but {self.names.show(name)} has shape {self.shapes[name]}"
+                )
         return size
 
     # ----- the layer -------------------------------------------------------------------------------------------------
 
     def _attention(self) -> dict[str, Any]:
-        heads, query, key = self._positive("num_attention_heads"), f"{_ATTENTION}q_proj", f"{_ATTENTION}k_proj"
-        head_dim = self._divide(self._rows(f"{query}.weight"), query, heads, "num_attention_heads")
-        kv_heads = self._divide(self._rows(f"{key}.weight"), key, head_dim, "head_dim")
+        heads, query, key = (
+            self._positive("num_attention_heads"),
+            f"{_ATTENTION}q_proj.weight",
+            f"{_ATTENTION}k_proj.weight",
+        )
+        head_dim = self._divide(query, heads, "num_attention_heads")
+        kv_heads = self._divide(key, head_dim, "head_dim")
         return {
             "num_attention_heads": heads,
             "head_dim": self._agrees("head_dim", head_dim),
@@ -220,10 +232,9 @@ class _Reader:
         heads, low_rank = self._positive("num_attention_heads"), self._has_any(*_LOW_RANK_QUERY)
         kv_rank = self._length(f"{_ATTENTION}kv_a_layernorm.weight")
         rope = self._rows(f"{_ATTENTION}kv_a_proj_with_mqa.weight") - kv_rank
-        query = f"{_ATTENTION}{'q_b_proj' if low_rank else 'q_proj'}"
-        nope = self._divide(self._rows(f"{query}.weight"), query, heads, "num_attention_heads") - rope
-        up = f"{_ATTENTION}kv_b_proj"
-        value = self._divide(self._rows(f"{up}.weight"), up, heads, "num_attention_heads") - nope
+        query = f"{_ATTENTION}{'q_b_proj' if low_rank else 'q_proj'}.weight"
+        nope = self._divide(query, heads, "num_attention_heads") - rope
+        value = self._divide(f"{_ATTENTION}kv_b_proj.weight", heads, "num_attention_heads") - nope
         sizes = {"kv_lora_rank": kv_rank, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope, "v_head_dim": value}
         if low_rank:
             sizes["q_lora_rank"] = self._rows(f"{_ATTENTION}q_a_proj.weight")
@@ -272,19 +283,19 @@ class _Reader:
     def _flag_and_tensor(self, flag: str, tensor: str, value: bool | None = None) -> bool:
         value = self._flag(flag) if value is None else value
         if value and not self._has(tensor):
-            raise HeadFormatError(f"its config says `{flag}: true`, but it has no tensor {tensor}")
+            raise HeadFormatError(f"its config says `{flag}: true`, but it has no tensor {self.names.show(tensor)}")
         if self._has(tensor) and not value:
             raise HeadFormatError(
-                f"it has a tensor {tensor}, but its config does not say `{flag}: true`; if it was trained with that "
-                f"norm, load it with {flag}=True"
+                f"it has a tensor {self.names.show(tensor)}, but its config does not say `{flag}: true`; if it was "
+                f"trained with that norm, load it with {flag}=True"
             )
         return value
 
     def _flag_or_tensor(self, flag: str, tensor: str) -> bool:
         if self._flag(flag) and not self._has(tensor):
-            raise HeadFormatError(f"its config says `{flag}: true`, but it has no tensor {tensor}")
+            raise HeadFormatError(f"its config says `{flag}: true`, but it has no tensor {self.names.show(tensor)}")
         if self.config.get(flag) is False and self._has(tensor):
-            raise HeadFormatError(f"it has a tensor {tensor}, but its config says `{flag}: false`")
+            raise HeadFormatError(f"it has a tensor {self.names.show(tensor)}, but its config says `{flag}: false`")
         return self._has(tensor)
 
     # ----- what it reads of its target -------------------------------------------------------------------------------
@@ -297,11 +308,11 @@ class _Reader:
             return self._last_state_alone(hidden, target_hidden)
         width = self._matrix("fc.weight")[1]
         stated = self._stated_count()
-        if stated and self.config.get("target_hidden_size") is None and width % stated == 0:
-            target_hidden = width // stated
         count = stated or 3
+        if self.config.get("target_hidden_size") is None and self._has_another_width(width, count, hidden):
+            target_hidden = width // count
         if width != count * target_hidden:
-            raise HeadFormatError(self._strange_width(width, count, target_hidden))
+            raise HeadFormatError(self._strange_width(width, stated, target_hidden))
         return {
             "target_hidden_size": target_hidden,
             "target_layer_ids": self.ids.ids,
@@ -329,10 +340,27 @@ class _Reader:
             )
         return stated or (len(ids) if isinstance(ids, (list, tuple)) else None)
 
-    def _strange_width(self, width: int, count: int, target_hidden: int) -> str:
+    def _has_another_width(self, width: int, count: int, hidden: int) -> bool:
+        """Whether the target is wider or narrower than the head, which its config then may leave out.
+
+        Only a head with its own embedding can have such a target. If fc reads whole layers of the head's own width,
+        and the named ones would not be whole multiples of it, their number is what is wrong.
+        """
+        if not self._has("embed_tokens.weight") or width % count:
+            return False
+        return self._stated_count() is not None and (width % hidden != 0 or width // count % hidden == 0)
+
+    def _strange_width(self, width: int, stated: int | None, target_hidden: int) -> str:
+        fc, count = self.names.show("fc.weight"), stated or 3
+        given = f"{fc} reads {width} features, but {count} layers of a target of width {target_hidden} give "
+        given += f"{count * target_hidden}"
+        if stated is not None and width % target_hidden == 0:
+            return (
+                f"{given}: fc is made for {width // target_hidden} layers, its config (or target_layer_ids) names "
+                f"{stated}; load it with target_layer_ids=[...] of {width // target_hidden} numbers"
+            )
         return (
-            f"fc.weight reads {width} features, but {count} layers of a target of width {target_hidden} give "
-            f"{count * target_hidden}: this is not an EAGLE-3 head (an EAGLE-1/2 head reads one), or "
+            f"{given}: this is not an EAGLE-3 head (an EAGLE-1/2 head reads one), or "
             "target_hidden_size or its layer ids (eagle_aux_hidden_state_layer_ids) are missing from its config; load "
             "it with target_hidden_size= or target_layer_ids=[...]"
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 from .errors import HeadFormatError
 from .names import canonical_name
+from .shapes import other_shape
 
 
 _FIRST = "layers.0."
@@ -34,6 +35,18 @@ def is_speculators(config: Mapping[str, Any]) -> bool:
     return "transformer_layer_config" in config or "speculators_model_type" in config
 
 
+def is_head_config(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is a draft head's, as far as that can be told without the tensors."""
+    claims = [str(name).lower() for name in config.get("architectures") or ()]
+    keys = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
+    return (
+        is_own_layout(config)
+        or config.get("speculators_model_type") == "eagle3"
+        or any(config.get(key) is not None for key in keys)
+        or any("eagle3" in name for name in claims)
+    )
+
+
 def dialect(config: Mapping[str, Any], names: set[str]) -> str:
     """Who writes such folders, for people to read; nothing is decided by it. Names are the file's."""
     if is_own_layout(config):
@@ -58,6 +71,7 @@ def dialect(config: Mapping[str, Any], names: set[str]) -> str:
 def check_is_head(config: Mapping[str, Any], names: set[str]) -> None:
     """Raise unless these tensor names (the file's) and config keys are an EAGLE-3 head's, saying what they are."""
     reason = _other_method(config, names) or _no_head({canonical_name(name) for name in names}, config)
+    reason = reason or other_shape(names)
     if reason is not None:
         kind = config.get("architectures") or config.get("model_type") or "unknown"
         raise HeadFormatError(f"{reason} (the config says {kind}). {_SUPPORTED}")

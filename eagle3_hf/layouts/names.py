@@ -5,7 +5,7 @@ checked before a byte is loaded.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from .errors import HeadFormatError
 
@@ -53,6 +53,34 @@ def rename(names: Iterable[str]) -> dict[str, str]:
         owner[ours] = name
         renamed[name] = ours
     return renamed
+
+
+class FileNames:
+    """Our names of tensors as the file spells them, for messages.
+
+    Args:
+        renamed: File name -> our name, of the tensors that are there.
+    """
+
+    def __init__(self, renamed: Mapping[str, str]):
+        self._renamed = renamed
+        self._spelt = {ours: name for name, ours in renamed.items()}
+
+    def show(self, ours: str) -> str:
+        """The file's own name, with ours behind it where they differ; one that is missing is spelt like the others."""
+        name = self._spelt.get(ours) or self._by_neighbour(ours)
+        return ours if name in (None, ours) else f"{name} ({ours})"
+
+    def _by_neighbour(self, ours: str) -> str | None:
+        """With the prefix that another tensor of the same layer has."""
+        layer = re.match(r"layers\.\d+\.", ours)
+        if layer is None:
+            return None
+        prefix = layer[0]
+        for name, other in self._renamed.items():
+            if other.startswith(prefix) and name.endswith(other[len(prefix) :]):
+                return name[: len(name) - len(other) + len(prefix)] + ours[len(prefix) :]
+        return None
 
 
 def count_layers(names: Iterable[str]) -> int:

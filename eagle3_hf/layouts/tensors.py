@@ -5,6 +5,7 @@ import zipfile
 from typing import NamedTuple
 
 from .errors import HeadFormatError
+from .names import FileNames
 
 
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -92,21 +93,22 @@ def _check_plain(path, state) -> None:
             )
 
 
-def rounding_note(tensors: dict[str, TensorInfo]) -> list[str]:
-    """A note on tensors that the one dtype of the loaded head does not hold exactly. Names are ours."""
-    dtype = float_dtype(tensors)
+def rounding_note(tensors: dict[str, TensorInfo], names: FileNames) -> list[str]:
+    """A note on tensors that the one dtype of the loaded head does not hold exactly. Keys are our names."""
+    dtype = float_dtype(tensors, names)
     exact = {"float64": set(_FLOAT_DTYPES), "float32": {"float32", "float16", "bfloat16"}}.get(str(dtype), {dtype})
     rounded = sorted(name for name, info in tensors.items() if name not in _VOCABULARY and info.dtype not in exact)
     if not rounded:
         return []
     kinds = sorted({tensors[name].dtype for name in rounded})
+    shown = [names.show(name) for name in rounded]
     return [
-        f"all is loaded as {dtype}, which rounds its {kinds} tensors {rounded}; pass dtype=torch.float32 if it matters"
+        f"all is loaded as {dtype}, which rounds its {kinds} tensors {shown}; pass dtype=torch.float32 if it matters"
     ]
 
 
-def float_dtype(tensors: dict[str, TensorInfo]) -> str | None:
-    """The dtype of the head's largest matrix; `None` without one. Names are ours.
+def float_dtype(tensors: dict[str, TensorInfo], names: FileNames) -> str | None:
+    """The dtype of the head's largest matrix; `None` without one. Keys are our names.
 
     Raises:
         HeadFormatError: quantised weights, or a vocabulary map that a cast to a float dtype has rounded.
@@ -117,7 +119,8 @@ def float_dtype(tensors: dict[str, TensorInfo]) -> str | None:
         raise HeadFormatError(f"d2t must be integer offsets, got {dtype}, which {damage} them")
     for name, info in tensors.items():
         if name not in _VOCABULARY and info.dtype not in _FLOAT_DTYPES:
-            raise HeadFormatError(f"{name} has dtype {info.dtype}: quantised heads are refused, use the original one")
+            shown = names.show(name)
+            raise HeadFormatError(f"{shown} has dtype {info.dtype}: quantised heads are refused, use the original one")
     for name in ("fc.weight", "layers.0.self_attn.o_proj.weight"):
         if name in tensors:
             return tensors[name].dtype

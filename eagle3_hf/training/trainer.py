@@ -20,6 +20,7 @@ from transformers.utils import logging
 from ..export.card import write_card
 from ..features import require_own_tokens
 from ..modeling_eagle3 import Eagle3DraftModel
+from ..offload import require_resident
 from ..ttt.loss import IGNORE_INDEX
 from ..ttt.settings import TTTSettings
 from .adapter_card import write_adapter_card
@@ -80,6 +81,7 @@ class Eagle3Trainer(Trainer):
         args._n_gpu = min(args.n_gpu, 1)  # DataParallel cannot split the teacher's rows; torchrun uses several GPUs
         self.target_model = target_model.eval().requires_grad_(False)
         draft = _head_of(model)
+        require_resident(draft, "training")
         draft.bind(target_model)
         args.settle_learning_rate(draft.config.hidden_size)
         if isinstance(model, PeftModel) and not draft.has_draft_vocab:
