@@ -7,7 +7,7 @@ from transformers import GenerationMixin
 import eagle3_hf
 from drafts import draft_of, new_draft, observe, set_tree, target_of
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
-from eagle3_hf.decoding import loop
+from eagle3_hf.decoding import loop, seam
 from eagle3_hf.decoding.candidate import tree_settings
 from eagle3_hf.decoding.drafting import TreeSettings
 from families import prompt
@@ -46,10 +46,10 @@ def stock(monkeypatch):
             out = target.generate(ids, assistant_model=target, max_new_tokens=NEW_TOKENS, **kwargs)
         return out, made[0]
 
-    before = {name: getattr(GenerationMixin, name) for name in eagle3_hf.decoding.seam._WRAPPERS}
+    before = {name: getattr(seam._owner(name), name) for name in seam._WRAPPERS}
     yield run
     eagle3_hf.enable()
-    assert {name: getattr(GenerationMixin, name).__wrapped__ for name in before} == {
+    assert {name: getattr(seam._owner(name), name).__wrapped__ for name in before} == {
         name: method.__wrapped__ for name, method in before.items()
     }
 

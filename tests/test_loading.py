@@ -206,6 +206,9 @@ class OnlyConfig:
     def get_input_embeddings(self):
         return self.embed
 
+    def get_output_embeddings(self):
+        return None
+
 
 EAGLE_HEADS = {"base_bin_fp16": 64, "wide_target": 96}
 

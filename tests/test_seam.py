@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GenerationMixin
@@ -67,7 +66,7 @@ NEWER = [("5.4.0", False), ("5.24.3", False), ("5.25.0.dev0", True), ("6.0.0", T
 def test_a_transformers_newer_than_the_tests_is_said_once(monkeypatch, caplog, installed, warns):
     logging.Logger.warning_once.cache_clear()
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    monkeypatch.setattr(transformers, "__version__", installed)
+    monkeypatch.setattr(seam.transformers, "__version__", installed)
     target, draft = pair("llama")
     for _ in range(2):
         target.generate(prompt(4), assistant_model=draft.foretell([]), max_new_tokens=2)
