@@ -234,13 +234,22 @@ def cache_of(out: Any) -> Any:
 
 
 def assert_same_cache(mine: Any, theirs: Any, tolerance: float = 1e-5) -> None:
-    assert mine.get_seq_length() == theirs.get_seq_length()
+    """Two caches hold the same entries and states in layers of the same classes, lengths and flags."""
     assert [type(layer) for layer in mine.layers] == [type(layer) for layer in theirs.layers]
     for my_layer, their_layer in zip(mine.layers, theirs.layers, strict=True):
-        if their_layer.keys is not None:
-            assert_close((my_layer.keys, my_layer.values), (their_layer.keys, their_layer.values), tolerance)
-        for name in ("record_past", "cumulative_length", "sliding_window"):
+        assert_close(tensors_of(my_layer), tensors_of(their_layer), tolerance)
+        for name in ("record_past", "cumulative_length", "cumulative_length_int", "sliding_window", *STATE_FLAGS):
             assert getattr(my_layer, name, None) == getattr(their_layer, name, None), name
+
+
+STATE_FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
+
+
+def tensors_of(layer: Any) -> list[torch.Tensor]:
+    """Everything that a cache layer holds."""
+    parts = [getattr(layer, name, None) for name in ("keys", "values", "conv_states", "recurrent_states")]
+    flat = [piece for part in parts for piece in (part.values() if isinstance(part, dict) else [part])]
+    return [piece for piece in flat if piece is not None]
 
 
 def assert_close(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], tolerance: float) -> None:
@@ -248,7 +257,8 @@ def assert_close(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], t
     for one, other in zip(mine, theirs, strict=True):
         assert one.shape == other.shape
         assert one.dtype == other.dtype
-        largest = other[other.isfinite()].abs().max().item()
+        finite = other[other.isfinite()]
+        largest = finite.abs().max().item() if finite.numel() else 0.0
         step = max(tolerance, 2 * torch.finfo(other.dtype).eps)
         torch.testing.assert_close(one, other, rtol=0, atol=step * max(1.0, largest))
 

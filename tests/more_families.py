@@ -66,9 +66,12 @@ TREES: dict[str, dict[str, Any]] = {
     "gptj": {"model_type": "gptj", **GPT2_NAMES, "rotary_dim": 8},
     "gpt2": {"model_type": "gpt2", **GPT2_NAMES},
     "falcon": {"model_type": "falcon", "alibi": False},
-    "opt": {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64},
+    "opt": {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64, "init_std": 0.15},
     "biogpt": {"model_type": "biogpt"},
-    "xglm": {"model_type": "xglm", "d_model": 64, "num_layers": LAYERS, "attention_heads": 4, "ffn_dim": 128},
+    "xglm": {
+        "model_type": "xglm", "d_model": 64, "num_layers": LAYERS, "attention_heads": 4, "ffn_dim": 128,
+        "init_std": 0.15,
+    },
     "codegen": {"model_type": "codegen", **GPT2_NAMES, "rotary_dim": 8},
     "persimmon": {"model_type": "persimmon"},
     "nemotron": {"model_type": "nemotron"},
@@ -140,10 +143,10 @@ def tiny_other(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
     return model.eval()
 
 
-def tiny_or_skip(name: str) -> PreTrainedModel:
+def tiny_or_skip(name: str, **overrides) -> PreTrainedModel:
     """`tiny_other`, but a test is skipped where an older transformers does not know the family or its fields."""
     try:
-        return tiny_other(name)
+        return tiny_other(name, **overrides)
     except Exception as error:
         if IS_OLD:
             pytest.skip(f"{name} with transformers {transformers.__version__}: {type(error).__name__}")

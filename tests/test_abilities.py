@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
-from drafts import Recorder, new_draft, padded, set_tree
+from drafts import Recorder, new_draft, padded, set_tree, tensors_of
 from eagle3_hf.decoding import proof
 from eagle3_hf.decoding.abilities import Way, known_ability
 from eagle3_hf.decoding.proof import ability_of
@@ -228,16 +228,9 @@ def compare_chains(target, draft, inputs, seed=0, **kwargs):
     assert ours.speculation.mean_accepted > 0.5
     mine, theirs = getattr(ours, CACHE_KEY), getattr(vanilla, CACHE_KEY)
     for my_layer, their_layer in zip(mine.layers, theirs.layers, strict=True):
-        for one, other in zip(tensors(my_layer), tensors(their_layer), strict=True):
+        for one, other in zip(tensors_of(my_layer), tensors_of(their_layer), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     return ours, vanilla
-
-
-def tensors(layer) -> list[torch.Tensor]:
-    """Everything that a cache layer holds."""
-    parts = [getattr(layer, name, None) for name in ("keys", "values", "conv_states", "recurrent_states")]
-    flat = [piece for part in parts for piece in (part.values() if isinstance(part, dict) else [part])]
-    return [piece for piece in flat if piece is not None]
 
 
 @pytest.mark.parametrize("name", chains())
@@ -305,14 +298,14 @@ def test_a_snapshot_can_be_restored_more_than_once():
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
         target(prompt(9), **{CACHE_KEY: cache})
-        before = [[part.clone() for part in tensors(layer)] for layer in cache.layers]
+        before = [[part.clone() for part in tensors_of(layer)] for layer in cache.layers]
         snapshot = Snapshot(cache)
         for seed in (1, 2):
             target(prompt(4, seed), **{CACHE_KEY: cache})
-            assert not torch.equal(tensors(cache.layers[0])[0], before[0][0])
+            assert not torch.equal(tensors_of(cache.layers[0])[0], before[0][0])
             snapshot.restore(cache)
             for layer, saved in zip(cache.layers, before, strict=True):
-                assert all(torch.equal(part, other) for part, other in zip(tensors(layer), saved, strict=True))
+                assert all(torch.equal(part, other) for part, other in zip(tensors_of(layer), saved, strict=True))
     assert cache.get_seq_length() == 9
 
 

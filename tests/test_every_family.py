@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafts import ForetellingDraft, set_tree
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from eagle3_hf.features import FeatureReader, decoder_blocks, table_shape, target_vocab_size
-from every_family import EXCLUDED, FLOAT32_ONLY, REJECTED, TEXT, VISION, WRONG, build
+from every_family import EXCLUDED, FLOAT32_ONLY, REJECTED, TEXT, VISION, WRONG_WHEN_OLD, build
 from families import HIDDEN_SIZE, VOCAB_SIZE, prompt
 from more_families import IS_OLD
 
@@ -16,12 +16,8 @@ from more_families import IS_OLD
 NEW_TOKENS = 12
 # One of each kind that no head could be made for, at some time.
 FAST = ["gemma4_text", "mamba2", "opt", "rembert", "cohere2_moe", "mllama", "dory", "deepseek_v4", "cpmant", "git"]
-XFAIL = pytest.mark.xfail(strict=True, reason="another text with trees")
 NAMES = [name for name in [*TEXT, *VISION] if name not in EXCLUDED]
-ALL = [
-    name if name in FAST else pytest.param(name, marks=[pytest.mark.slow, *[XFAIL] * (name in WRONG)])
-    for name in NAMES
-]
+ALL = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -43,6 +39,8 @@ def read(target, draft) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_head_is_made_read_saved_and_lossless(name, tmp_path):
+    if IS_OLD and name in WRONG_WHEN_OLD:
+        pytest.skip("plain decoding itself is wrong in this version of transformers")
     target = target_of(name)
     plain = target.generate(prompt(14), max_new_tokens=NEW_TOKENS)
     if name in REJECTED:

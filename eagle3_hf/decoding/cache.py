@@ -323,6 +323,20 @@ def keep_paths(
                 _forget_unseen(layer, needed_from)
 
 
+def drop_unfinished(cache: Cache, length: int) -> None:
+    """After a forward that was broken off: every layer holds `length` slots, whether it had run by then or not."""
+    for layer in cache.layers:
+        if _has_entries(layer):
+            _drop_last(layer, _slots_held(layer) - length)
+
+
+def _slots_held(layer: Any) -> int:
+    """Slots written so far, evicted ones included."""
+    if isinstance(layer, StaticLayer | DynamicSlidingWindowLayer):
+        return int(layer.cumulative_length)
+    return layer.keys.shape[2]
+
+
 def cut(cache: Cache, count: int) -> None:
     """Drop the last `count` slots of every layer."""
     for layer in cache.layers:

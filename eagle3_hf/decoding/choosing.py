@@ -9,9 +9,11 @@ generator moves. What a row has emitted behind the last closed step is provision
 there, or a callback that moves the generator, takes it back.
 """
 
+import inspect
+
 import torch
 from torch import nn
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
 from .callbacks import HARMLESS_PROCESSORS, PREFIX_FREE_WARPERS, STATELESS_PROCESSORS, StopTest
 from .noise import Noise
@@ -21,6 +23,8 @@ from .record import StepRecord
 # A row further ahead than this waits: the noise of every step in between is kept.
 FURTHEST_AHEAD = 48
 _FEW_TOKENS = 4
+# Earlier versions of transformers stream a token before they ask the criteria about it.
+_STREAMS_FIRST = "streamer.put(next_tokens" in inspect.getsource(GenerationMixin._sample)
 
 
 class TokenEmitter:
@@ -49,6 +53,7 @@ class TokenEmitter:
         self.rows, self.prompt_length = input_ids.shape
         self.steps = 0
         self.done = False
+        self._limit: int | None = None
         self.was_moved = False
         self.record = record
         self.noise: Noise | None = None
@@ -115,10 +120,21 @@ class TokenEmitter:
         """Whether this row only writes pad tokens from now on."""
         return self._stop.has_eos and self._finished_at[row] is not None
 
+    def limit(self, steps: int) -> None:
+        """No more steps than these, whether anybody ends the call by then or not."""
+        self._limit = steps
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all steps are closed that `limit` allows."""
+        return self._limit is not None and self.steps >= self._limit
+
     def room(self, row: int) -> int | None:
         """Tokens up to the greatest length, where there is one."""
         longest = self._stop.max_length
-        return None if longest is None else longest - self.prompt_length - len(self._tokens[row])
+        limits = [self._limit, None if longest is None else longest - self.prompt_length]
+        most = min((limit for limit in limits if limit is not None), default=None)
+        return None if most is None else most - len(self._tokens[row])
 
     def lead(self, row: int) -> int:
         """Steps that a row is ahead of the slowest."""
@@ -300,18 +316,24 @@ class TokenEmitter:
                     return
             self.steps += 1
             self._is_closing = True
+            if _STREAMS_FIRST:
+                self._stream(step)
             if not self._stop.is_simple:
                 ids = self._ids_until(self.steps)
                 for row, finished in enumerate(self._stop.after_step(ids, self.record.scores_until(self.steps))):
                     if finished:
                         self._finish(row, step)
             self.done = all(at is not None and at <= step for at in self._finished_at)
-            if self._streamer is not None:
-                self._streamer.put(torch.tensor([self.known(row, step, 1)[0] for row in range(self.rows)]))
+            if not _STREAMS_FIRST:
+                self._stream(step)
             if self._do_sample and self.rows > 1 and not self.done and self.noise.was_moved():
                 self.was_moved = True
                 self._take_back_all()
             self._is_closing = False
+
+    def _stream(self, step: int) -> None:
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([self.known(row, step, 1)[0] for row in range(self.rows)]))
 
     def _has_next(self, row: int) -> bool:
         """Whether all is known that vanilla would know of a row when it closes the next step."""

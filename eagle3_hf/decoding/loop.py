@@ -28,6 +28,7 @@ from .record import StepRecord
 from .rows import Rows, depth_of
 from .sizing import TreeSizer, ranks_on_path, sizer_of
 from .target import CACHE_KEY, TargetRun, rope_limits
+from .training_mode import no_random_numbers
 from .tree import DraftTree
 from .verification import Walk
 
@@ -80,6 +81,8 @@ class SpeculativeDecoding:
         self._model = target
         self._prompt_mask = model_kwargs.get("attention_mask")
         self._rope_limits = rope_limits(target)
+        self._rows: Rows | None = None
+        self._under_way: tuple[Walk, int] | None = None  # whose tree, of so many nodes, is in the cache
         # Committed rows that the draft has not been fed yet.
         self._unfed: list[DraftRows] = []
         returns_dict = bool(generation_config.return_dict_in_generate)
@@ -107,11 +110,16 @@ class SpeculativeDecoding:
             with uncompiled(self._model), FeatureReader(self._model, layer_ids, embeds=bool(media)) as reader:
                 try:
                     self._prefill(reader)
-                    while not self.tokens.done:
+                    while not self.tokens.done and not self.tokens.is_full:
                         self._round()
                     self._rows.complete()
+                except BaseException:
+                    self._leave_cache()
+                    raise
                 finally:
                     self.target.finish()
+                if not self.tokens.done:
+                    self.target.overflow(self.tokens.input_ids)
             if self.target.peers is not None:
                 self.target.peers.see_off()
             self.tokens.finish()
@@ -130,7 +138,11 @@ class SpeculativeDecoding:
     def _prefill(self, reader: FeatureReader) -> None:
         """Run the prompt and emit the first token of each row."""
         start = self._clock()
-        outputs = self.target.prefill(self.tokens.input_ids, self._slots_behind())
+        with no_random_numbers(self._model, self.tokens.device):
+            outputs = self.target.prefill(self.tokens.input_ids, *self._slots_behind())
+        if self.target.capacity is not None:
+            # The last token of a text has no slot yet.
+            self.tokens.limit(self.target.capacity - self.target.first_end + 1)
         embeds, features = reader.take_embeds(), reader.take()
         self._keep_prompt_layers(outputs)
         self.tokens.emit(outputs.logits[:, -1], dict.fromkeys(range(self.tokens.rows), 0))
@@ -150,19 +162,19 @@ class SpeculativeDecoding:
             use_noise=getattr(self.draft.generation_config, "assistant_known_noise", True),
         )
         # All rows, finished ones too, are then at the same step from the first to the last.
-        forced = bool(self._rope_limits) or self.target.ability.way is Way.CHAIN
+        forced = bool(self._rope_limits) or self.target.ability.way is Way.CHAIN or self.target.forgets
         self._in_step = self.tokens.needs_lock_step or (self.tokens.rows > 1 and forced)
         self._rows = Rows(self.tokens, self.target, reader, self._in_step)
         if self.settings.at_most:
             self._sizer = self._find_sizer()
         self._prefill_seconds = self._clock() - start
 
-    def _slots_behind(self) -> int:
-        """Slots of a cache that text and trees can take behind the prompt."""
+    def _slots_behind(self) -> tuple[int, int]:
+        """Slots of a cache that the text can take behind the prompt, and trees behind the text."""
         new, nodes = self.config.max_length - self.tokens.prompt_length, self.settings.num_nodes + 1
         # In a batch, finished rows follow the others by chains of known tokens.
         chain = 0 if self.tokens.rows == 1 else min(new, FURTHEST_AHEAD) + self.settings.depth + 1
-        return new + max(nodes, chain)
+        return new, max(nodes, chain)
 
     def _find_sizer(self) -> TreeSizer:
         """Of calls that cost and accept what this one does."""
@@ -187,12 +199,8 @@ class SpeculativeDecoding:
         verified = self._clock()
         walk = Walk(tree.host(), self._together(walking))
         steps = self.tokens.steps
-        try:
-            self._walk(walk, outputs, tree.tokens.shape[1], walking, list(following))
-        except BaseException:
-            # A user's cache then holds what it would hold without a draft.
-            self._rows.keep_interrupted(walk, tree.tokens.shape[1])
-            raise
+        self._under_way = walk, tree.tokens.shape[1]
+        self._walk(walk, outputs, tree.tokens.shape[1], walking, list(following))
         if self._sizer is not None:
             self._observe(self._sizer, tree, walk, walking, drafted - start, self._clock() - drafted)
         self._commit(walk, features, live)
@@ -201,6 +209,15 @@ class SpeculativeDecoding:
         for row in walking:
             self._count(walk, row, tree)
         self.tokens.end_round(self.tokens.steps - steps)
+
+    def _leave_cache(self) -> None:
+        """Something was raised: a user's cache is to hold what it would hold without a draft."""
+        if self._rows is None:
+            return  # the prefill is plain decoding's
+        if self._under_way is not None:
+            self._rows.keep_interrupted(*self._under_way)
+        else:
+            self._rows.keep_between_rounds()
 
     def _not_waiting(self, live: list[int]) -> list[int]:
         """Rows with a token left to emit, and not so far ahead that the others must catch up first."""
@@ -273,6 +290,8 @@ class SpeculativeDecoding:
 
     def _depth_left(self, walking: list[int]) -> int:
         """The deepest level that could still be emitted; 0 where a tree would change the target's frequencies."""
+        if self.target.forgets:
+            return 0
         lengths = [self.tokens.prompt_length + count for count in self.tokens.counts]
         positions = [self.target.position_of_root(row) for row in range(self.tokens.rows)]
         for limit, constant_behind in self._rope_limits:
@@ -281,8 +300,8 @@ class SpeculativeDecoding:
             behind = constant_behind and min([length - 1 for length in lengths] + positions) > limit
             if not before and not behind:
                 return 0
-        room = [self.config.max_length - lengths[row] for row in walking]
-        return min(room, default=0) - 1
+        room = [self.tokens.room(row) for row in walking]
+        return min((self.config.max_length if left is None else left for left in room), default=0) - 1
 
     # ----- walking --------------------------------------------------------------------------------------------------
 
@@ -330,6 +349,7 @@ class SpeculativeDecoding:
         """
         old = self.target.ends
         positions = [self.target.position_of_root(row) for row in range(len(old))]
+        self._under_way = None
         paths = self._rows.keep(walk, features.shape[1])
         told = [path if row in live else [] for row, path in enumerate(paths)]
         self._unfed.append(self._draft_rows(told, features, old, positions))

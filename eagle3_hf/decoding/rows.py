@@ -91,14 +91,21 @@ class Rows:
         """Leave the cache as plain decoding would: with all that came before the step at which something raised."""
         ends = [self._end_behind(row, path) for row, path in enumerate(walk.paths)]
         self._keep(walk, ends, num_nodes)
-        if len(ends) == 1:
-            return
         live = [end for row, end in enumerate(ends) if not self._tokens.is_closed(row)]
-        end = min([self._target.first_end + self._tokens.steps_run, *live])
-        if self._target.cache_is_brought and min(ends) < end:
-            # Pad tokens of rows that were finished in this very round. The caller is to see the first exception.
+        self._end_at(min([self._target.first_end + self._tokens.steps_run, *live]))
+
+    def keep_between_rounds(self) -> None:
+        """The same where no step was under way."""
+        self._end_at(self._target.first_end + self._tokens.steps - 1)
+
+    def _end_at(self, end: int) -> None:
+        if self._target.cache_is_brought:
+            # Pad tokens of rows that were finished in this very round, and tokens that a restored cache lacks. The
+            # caller is to see the first exception.
             with suppress(Exception):
-                self._catch_up(end, is_recorded=False)
+                if min(self._target.ends) < end:
+                    self._catch_up(end, is_recorded=False)
+                self._target.catch_up(self._tokens.columns(self._tokens.prompt_length + end - self._target.first_end))
         self._target.cut(end)
 
     def complete(self) -> None:

@@ -32,7 +32,9 @@ from .loop import SpeculativeDecoding
 from .origins import note, origin, rejection
 from .proof import ability_of
 from .snapshots import require_restorable
+from .static_room import has_shortened_windows
 from .target import CACHE_KEY
+from .training_mode import check_training_mode
 
 
 logger = logging.get_logger(__name__)
@@ -286,14 +288,14 @@ def decode(
     """What `generate` calls instead of its own assisted decoding; same arguments, same result.
 
     Raises:
-        ValueError: a cache that cannot be rolled back.
+        ValueError: a cache that cannot be rolled back; a target that is random in its present mode.
     """
     cache = model_kwargs.get(CACHE_KEY)
     if generation_config.cache_implementation == "dynamic_full" and type(cache) is DynamicCache and not cache.layers:
         # Earlier versions of transformers make a cache without windows beside an assistant; ours keep theirs.
         cache = model_kwargs[CACHE_KEY] = DynamicCache(config=target.config.get_text_config(decoder=True))
     ability = ability_of(target, input_ids.device, cache, len(input_ids))
-    if ability.way is Way.PLAIN:
+    if ability.way is Way.PLAIN or _needs_its_own_windows(target, cache, input_ids, generation_config, model_kwargs):
         return _decode_plainly(
             target,
             draft,
@@ -305,6 +307,7 @@ def decode(
             streamer=streamer,
             **model_kwargs,
         )
+    check_training_mode(target)
     _do_not_compile(generation_config)
     settings = _call_settings(target, draft, generation_config)
     if ability.way is Way.CHAIN:
@@ -329,6 +332,22 @@ def decode(
         synced_gpus,
     )
     return run.run()
+
+
+def _needs_its_own_windows(target, cache, input_ids, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+    """Whether static windows shorter than the model's decide what the text sees; a line in the log then says so."""
+    text_config, mask = target.config.get_text_config(), model_kwargs.get("attention_mask")
+    behind = input_ids.shape[1] if mask is None else mask.shape[-1]
+    length = behind + config.max_length - input_ids.shape[1] - 1
+    windows = [getattr(text_config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if not has_shortened_windows(cache, windows, length):
+        return False
+    logger.warning_once(
+        "the static cache is shorter than the windows of the target's attention, and keeps less than they show of a "
+        f"text of {length} tokens: decoding goes on without the draft. The text is the same; a max_cache_len of at "
+        "least the windows' length brings the draft back"
+    )
+    return True
 
 
 def _do_not_compile(config: GenerationConfig) -> None:

@@ -7,6 +7,7 @@ afterwards what the call has committed goes into the layer's own buffers, by its
 the cache. The buffers keep their addresses.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,6 +49,26 @@ class RoomyLayer(StaticLayer):
         for new in (slice(self._given, full), slice(full, length)):
             if new.stop > new.start:
                 self.original.update(self.keys[:, :, new].to(device), self.values[:, :, new].to(device))
+
+
+def text_capacity(cache: Any) -> int | None:
+    """Slots that a text may fill: those of the shortest static layer that evicts nothing, or `None` without one."""
+    return min((layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer), default=None)
+
+
+def has_shortened_windows(cache: Any, windows: Iterable[int], length: int) -> bool:
+    """
+    Whether static windows of `cache` are shorter than those of the model's masks, so that a text of `length` slots
+    shows it.
+
+    A window of a cache that is shorter than the window itself evicts what the masks still let through.
+    """
+    return any(
+        isinstance(layer, StaticSlidingWindowLayer)
+        and layer.max_cache_len < length
+        and layer.max_cache_len not in windows
+        for layer in getattr(cache, "layers", ())
+    )
 
 
 def make_room(cache: Any, free_slots: int) -> None:

@@ -8,10 +8,10 @@ own end. Nothing that is committed ever moves, the cache grows with the longest 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import cache as cache_paths
@@ -20,6 +20,7 @@ from .attentions import KeyColumns
 from .masks import maskable_attention, tree_attention
 from .peers import Peers
 from .snapshots import Snapshot, has_entries, require_restorable
+from .static_room import text_capacity
 from .tree import DraftTree
 
 
@@ -44,6 +45,10 @@ class TargetRun:
     Attributes:
         ends: Committed slots of each row: the root of its next tree stands there.
         first_end: The same after the prefill.
+        capacity: Slots that the text may fill, of a static cache.
+        forgets: The model decodes without its past: it has put an empty cache in the place of the call's (Phi-3 at
+            its change of frequencies) or writes none (gradient checkpointing in training mode), both in earlier
+            versions of transformers. Plain decoding goes on like that, so it is done token by token.
     """
 
     def __init__(
@@ -59,31 +64,46 @@ class TargetRun:
         self.ability = ability
         self.ends: list[int] = []
         self.first_end = 0
+        self._new_tokens = 0  # the most of this call
+        self.capacity: int | None = None
+        self.forgets = False
         self._config = config
         self._kwargs = model_kwargs
         self._snapshot: Snapshot | None = None  # of the cache when it held `_cached` slots
         self._cached = 0  # fewer than `ends` while tokens wait to be fed again
+        self._prepared: list[Cache] = []  # to be undone by `finish`
 
     @property
     def cache(self):
         return self._kwargs[CACHE_KEY]
 
-    def prefill(self, prompt: torch.Tensor, free_slots: int = 0):
-        """Run the prompt (B, P); returns the forward's outputs. Text and trees may take `free_slots` behind it."""
+    def prefill(self, prompt: torch.Tensor, text_slots: int = 0, tree_slots: int = 0):
+        """Run the prompt (B, P); returns the forward's outputs.
+
+        Args:
+            text_slots: That the text may take behind the prompt, where the cache has them.
+            tree_slots: That trees may take behind the text.
+        """
+        given = self._kwargs.get(CACHE_KEY)
         with every_prompt_token(self.target, self._kwargs):
             outputs = self.target._prefill(prompt, self._config, self._kwargs)
         cache = outputs[CACHE_KEY]
         rows = outputs.logits.shape[0]
+        self._kwargs = self.target._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
+        seen = self._tokens_seen(prompt)
+        self.first_end = self._cached = int(cache.get_seq_length()) if has_entries(cache) else seen
+        self.ends = [self.first_end] * rows
+        self._new_tokens = self._config.max_length - prompt.shape[1] if self._config.max_length else 0
+        exchanged = given is not None and cache is not given
+        self.forgets = self.first_end < seen and (exchanged or not self.first_end)
         if self.ability.restores:
             require_restorable(cache)
         else:
             cache_paths.require_supported(cache)
-            cache_paths.prepare(cache, rows > 1 and self.ability.way is Way.TREE, free_slots)
-        self._kwargs = self.target._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
-        self.first_end = self._cached = (
-            int(cache.get_seq_length()) if has_entries(cache) else self._tokens_seen(prompt)
-        )
-        self.ends = [self.first_end] * rows
+            self.capacity = text_capacity(cache)
+            if self.capacity is not None:
+                text_slots = min(text_slots, self.capacity - self.first_end)
+            self._prepare(cache, text_slots + tree_slots)
         self._root_positions = self._find_root_positions(rows, outputs.logits.device)
         # On the host once and for all: it is asked for in every round.
         places = self._root_positions.reshape(-1, *self._root_positions.shape[-2:]).amax((0, -1))
@@ -106,10 +126,17 @@ class TargetRun:
             return mask.sum(-1, keepdim=True) - 1
         return torch.full((rows, 1), self.first_end, device=device)
 
+    def _prepare(self, cache: Cache, free_slots: int = 0) -> None:
+        """Trees, or chains, are to enter the cache; one that has lost the past gets neither."""
+        if not self.forgets:
+            self._prepared.append(cache)
+            cache_paths.prepare(cache, len(self.ends) > 1 and self.ability.way is Way.TREE, free_slots)
+
     def finish(self) -> None:
-        """The cache is again one that no tree ever entered."""
-        if CACHE_KEY in self._kwargs and self._kwargs[CACHE_KEY] is not None:
-            cache_paths.finish(self.cache, self.cache_is_seen)
+        """Every cache that was prepared is again one that no tree ever entered."""
+        while self._prepared:
+            cache = self._prepared.pop()
+            cache_paths.finish(cache, bool(self._config.return_dict_in_generate) or _is_brought(cache))
 
     @property
     def cache_is_seen(self) -> bool:
@@ -119,7 +146,7 @@ class TargetRun:
     @property
     def cache_is_brought(self) -> bool:
         """Whether somebody has the cache even if the call raises."""
-        return getattr(self.cache, "_is_user_defined", not _BROUGHT_CACHES_ARE_MARKED)
+        return _is_brought(self.cache)
 
     def key_columns(self) -> list[KeyColumns]:
         """What plain decoding would show of each layer's keys."""
@@ -154,7 +181,6 @@ class TargetRun:
                     f"{type(self.target).__name__} makes its attention masks outside transformers' mask functions, so "
                     "it cannot verify a draft tree: generate without assistant_model"
                 )
-        self._take_cache(outputs[CACHE_KEY])
         return outputs
 
     def _verify_chain(self, tokens: torch.Tensor, committed: torch.Tensor):
@@ -190,7 +216,9 @@ class TargetRun:
             new_ends: Committed slots of each row from now on.
             needed_from: Windows may forget what no slot from here on can see.
         """
-        if self.ability.way is not Way.TREE:
+        if self.forgets:
+            self._cached, self._snapshot = new_ends[0], None  # one token was run, and nothing is to be undone
+        elif self.ability.way is not Way.TREE:
             self._keep_chain(num_nodes, new_ends)
         elif len(paths) == 1 and new_ends[0] == self.ends[0] + len(paths[0]):
             cache_paths.keep_path(self.cache, self.ends[0], paths[0], num_nodes)
@@ -214,7 +242,7 @@ class TargetRun:
 
     def cut(self, end: int) -> None:
         """Cut the cache to `end` slots in every row."""
-        if max(self.ends) > end:
+        if max(self.ends) > end and not self.forgets:
             cache_paths.cut(self.cache, max(self.ends) - end)
         self.ends = [end] * len(self.ends)
 
@@ -224,13 +252,47 @@ class TargetRun:
             inputs["logits_to_keep"] = num_nodes if logits is None else logits
         if self.peers is not None:
             self.peers.announce()
-        return self.target(**inputs, return_dict=True)
+        try:
+            outputs = self.target(**inputs, return_dict=True)
+        except BaseException:
+            self._undo_forward()
+            raise
+        self._take_cache(outputs[CACHE_KEY], num_nodes)
+        return outputs
 
-    def _take_cache(self, used) -> None:
+    def _undo_forward(self) -> None:
+        """A forward was broken off, and some layers have run it: the cache is to be as it was before."""
+        if self._snapshot is not None:
+            self._snapshot.restore(self.cache)
+        elif self._prepared:
+            cache_paths.drop_unfinished(self.cache, max(self.ends))
+
+    def overflow(self, committed: torch.Tensor) -> NoReturn:
+        """Go on with a text that fills its static cache, as plain decoding does, once `finish` has put the cache back.
+
+        Args:
+            committed: (B, T) ids of all columns.
+        """
+        message = (
+            f"the static cache has {self.capacity} slots, all of which the text fills, and the text goes on: pass one "
+            f"with a max_cache_len of at least {self.first_end + self._new_tokens - 1}, or a smaller max_new_tokens"
+        )
+        if self.target.device.type == "cpu":  # an accelerator would not survive the write
+            try:
+                first = torch.zeros(len(self.ends), 1, dtype=torch.int64, device=committed.device)
+                self._forward(committed, 1, self._tree_kwargs(first))
+            except IndexError as error:
+                raise IndexError(message) from error
+        raise IndexError(message)
+
+    def _take_cache(self, used: Cache, num_nodes: int) -> None:
         """A model that ran the whole text again (see `rope_limits`) has filled another cache."""
-        if used is not self.cache:
-            cache_paths.prepare(used, ragged=len(self.ends) > 1)
-            self._kwargs[CACHE_KEY] = used
+        if used is self.cache:
+            return
+        self.finish()
+        self._kwargs[CACHE_KEY] = used
+        self.forgets = int(used.get_seq_length()) < max(self.ends) + num_nodes
+        self._prepare(used)
 
     def _tree_kwargs(self, depths: torch.Tensor) -> dict[str, Any]:
         """The model kwargs of one verification: positions along the tree, masks and token types long enough for it.
@@ -271,6 +333,10 @@ class TargetRun:
         own = slots < torch.tensor(self.ends, device=mask.device)[:, None]
         nodes = mask.new_ones(mask.shape[0], num_nodes)
         return torch.cat([mask[:, : mask.shape[1] - 1], own.to(mask.dtype), nodes], dim=-1)
+
+
+def _is_brought(cache: Cache) -> bool:
+    return getattr(cache, "_is_user_defined", not _BROUGHT_CACHES_ARE_MARKED)
 
 
 def rope_limits(target: PreTrainedModel) -> list[tuple[int, bool]]:

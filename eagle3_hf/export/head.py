@@ -134,6 +134,9 @@ class _ConfigOfTarget:
     def get_input_embeddings(self) -> None:
         return None
 
+    def get_output_embeddings(self) -> None:
+        return None
+
 
 def _settled_config(config: Eagle3DraftConfig, target: PreTrainedModel | PreTrainedConfig | None) -> Eagle3DraftConfig:
     """A copy in which what only the target knows is filled in."""
