@@ -195,14 +195,14 @@ def test_each_request_is_distributed_as_it_should_be(rows, length):
 
     texts = at_once([lambda index=index: request(index) for index in range(THREADS)])
     found = [places(target, text) for text in texts]
-    assert min(evenness(values, 8) for values in found) > 1e-4
-    everything = torch.cat(found)
-    assert evenness(everything, 32) > 1e-3
-    # One step and the next, each below or above the middle of its quarter.
-    pairs = torch.cat([values.view(-1, 2) for values in found])
-    assert evenness(((pairs * 4).long().clamp(max=3) * torch.tensor([4, 1])).sum(-1) / 16, 16) > 1e-3
+    # Threads take turns otherwise each time, so that no seed fixes the texts: one right run in 100,000 fails.
+    assert min(evenness(values, 8) for values in found) > 1e-6
+    assert evenness(torch.cat(found), 32) > 1e-6
+    # One step and the next, each in one of four quarters.
+    pairs = (torch.cat([values.view(-1, 2) for values in found]) * 4).long().clamp(max=3)
+    assert evenness((pairs * torch.tensor([4, 1])).sum(-1) / 16, 16) > 1e-6
     # And the test can tell.
-    assert evenness(torch.cat([places(target, text, 2.0) for text in texts]), 32) < 1e-6
+    assert evenness(torch.cat([places(target, text, 0.3) for text in texts]), 8) < 1e-12
 
 
 # ----- one thread that samples ---------------------------------------------------------------------------------------

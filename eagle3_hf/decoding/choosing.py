@@ -241,7 +241,7 @@ class TokenEmitter:
 
     def _closes_next(self, steps: dict[int, int]) -> bool:
         """Whether these rows are all that the next step still lacks, and none has chosen with its noise before."""
-        return all(
+        return not self.done and all(
             steps.get(row) == self.steps or (self._is_over(row) and self._has_next(row)) for row in range(self.rows)
         )
 
