@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
-from transformers.utils import logging
 
 from .layouts import REFERENCE_THETA, shortened
+from .log import get_logger
 from .rope import check_rope_table, checked_rope, is_integer, is_number
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _SIZES: tuple[str, ...] = ("hidden_size", "target_hidden_size", "intermediate_size", "num_hidden_layers")

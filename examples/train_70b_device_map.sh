@@ -13,7 +13,7 @@ mkdir -p "$work"
 eagle3_hf=(python -m eagle3_hf.cli)
 
 "${eagle3_hf[@]}" datagen "$target" "$work/chats.jsonl" --prompts "$prompts" --max-new-tokens "${NEW_TOKENS:-1024}" \
-    ${SERVER:+--server "$SERVER"} --device "${DEVICE_MAP:-auto}"
+    ${SERVER:+--server "$SERVER"} --device-map "${DEVICE_MAP:-auto}"
 if [ -n "${SERVER:-}" ] && [ -t 0 ]; then
     read -rp "The answers are written. Stop the server, its GPUs are needed now, and press Enter. "
 fi

@@ -14,6 +14,7 @@ from demo_target import TARGET_ID, demo_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
+from eagle3_hf.devices import own_device
 from eagle3_hf.training.checkpoints import last_whole_checkpoint
 from eagle3_hf.training.data import prepare_dataset
 from eagle3_hf.training.store import StoredFeatures, write_features
@@ -52,7 +53,7 @@ def main() -> None:
     arguments = parse_arguments()
     arguments.workdir.mkdir(parents=True, exist_ok=True)
     folder = arguments.target or demo_target()
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(own_device())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     name = arguments.target or TARGET_ID
     draft = Eagle3DraftModel.from_target(

@@ -70,6 +70,12 @@ def no_deprecated_calls() -> Iterator[DeprecationRecorder]:
 
 
 @pytest.fixture(autouse=True)
+def logs_reach_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our loggers hang under transformers', which keeps its lines from the root, where `caplog` listens."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+
+
+@pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the global generator is what Trainer and collators use

@@ -1,7 +1,6 @@
 """Arguments of `generate` about what is kept where, and what is shown of it: caches and attentions, of batches too."""
 
 import inspect
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -197,7 +196,6 @@ def test_a_static_cache_after_an_exception(rows):
 @pytest.mark.parametrize("kind", ["chunks", "steps"])
 def test_a_compile_config_is_left_aside_aloud(kind, caplog, monkeypatch):
     """Vanilla compiles for static caches (on a CPU only when made to); beside a head nothing is compiled."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     config, compilations = CompileConfig(backend=lambda graph, inputs: compilations.append(graph) or graph.forward), []
     config._compile_all_devices = True
     target = tiny("llama", num_hidden_layers=2)

@@ -139,13 +139,6 @@ def low_acceptance_warnings(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if "drafts accepted in its first" in record.getMessage()]
 
 
-@pytest.fixture
-def hearing(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("eagle3_hf"), "propagate", True)
-    return caplog
-
-
 def useless() -> Eagle3DraftModel:
     """Its few words are ones that the target does not say."""
     target = target_of("llama")
@@ -154,34 +147,34 @@ def useless() -> Eagle3DraftModel:
     return set_tree(Eagle3DraftModel.from_target(target, draft_vocab=unsaid).eval(), "cpu")
 
 
-def test_low_acceptance_warns_once(hearing):
+def test_low_acceptance_warns_once(caplog):
     draft, target = useless(), target_of("llama")
     for _ in range(3):
         target.generate(prompt(6), max_new_tokens=50, assistant_model=draft)
-    warnings = low_acceptance_warnings(hearing)
+    warnings = low_acceptance_warnings(caplog)
     assert len(warnings) == 1
     for words in ("0 drafts accepted", "first 64 rounds", "target_layer_ids", "[1, 2, 3]", "rope_parameters"):
         assert words in warnings[0]
 
 
-def test_rounds_without_a_tree_say_nothing_about_a_head(hearing):
+def test_rounds_without_a_tree_say_nothing_about_a_head(caplog):
     draft, target = useless(), target_of("llama")
     for _ in range(70):
         target.generate(prompt(2), max_new_tokens=2, assistant_model=draft)
-    assert not low_acceptance_warnings(hearing)
+    assert not low_acceptance_warnings(caplog)
 
 
-def test_a_head_that_helps_is_not_warned_about(hearing):
+def test_a_head_that_helps_is_not_warned_about(caplog):
     draft, target = set_tree(new_draft(target_of("llama")), "cpu"), target_of("llama")
     text = target.generate(prompt(6), max_new_tokens=100)
     for _ in range(3):
         target.generate(prompt(6), max_new_tokens=100, assistant_model=draft.foretell(text[0, 6:]))
     assert draft.stats.rounds > 25
-    assert not low_acceptance_warnings(hearing)
+    assert not low_acceptance_warnings(caplog)
 
 
-def test_a_plain_run_warns_about_nothing(hearing):
+def test_a_plain_run_warns_about_nothing(caplog):
     target, draft = target_of("llama"), draft_of("llama")
-    hearing.clear()
+    caplog.clear()
     target.generate(prompt(6), max_new_tokens=20, assistant_model=draft.foretell([]))
-    assert not [record for record in hearing.records if record.levelno >= logging.WARNING]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

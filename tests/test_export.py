@@ -314,7 +314,19 @@ def test_folders_with_something_in_them(tmp_path):
     export_head(head("plain"), folder, VLLM, overwrite=True)
     assert (folder / "README.md").read_text() == "my card"
     assert (folder / "notes.txt").read_text() == "mine"
-    assert sorted(tmp_path.iterdir()) == [folder]
+    assert sorted(tmp_path.iterdir()) == [folder]  # no half of an export
+    for files in (
+        {"notes.txt": "mine"},
+        {"config.json": '{"model_type": "llama"}', "model.safetensors": ""},
+        {"config.json": "{"},
+    ):
+        other = tmp_path / f"other{len(files)}{len(str(files))}"
+        other.mkdir()
+        for name, text in files.items():
+            (other / name).write_text(text)
+        with pytest.raises(FileExistsError, match="holds no earlier export"):
+            export_head(head("plain"), other, VLLM, overwrite=True)
+        assert {file.name: file.read_text() for file in other.iterdir()} == files
     with pytest.raises(FileExistsError, match="is a file"):
         export_head(head("plain"), folder / "notes.txt", VLLM, overwrite=True)
 
@@ -357,9 +369,14 @@ def test_convert(folders, tmp_path, capsys):
     assert "vllm serve TARGET" in printed
     assert read_config(tmp_path / "out")["dtype"] == "bfloat16"
     assert main(["convert", str(folders / "head"), out, "--to", "sglang"]) == 1
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not empty: choose another folder, or replace the export in it with overwrite=True (--overwrite)" in (
+        capsys.readouterr().err
+    )
+    (tmp_path / "out" / "notes.txt").write_text("mine")
     assert main(["convert", str(folders / "head"), out, "--to", "sglang", "--overwrite"]) == 0
-    assert "--speculative-algorithm EAGLE3" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "--speculative-algorithm EAGLE3" in printed
+    assert f"wrote README.md, config.json, model.safetensors to {out}\n" in printed
 
 
 def test_convert_takes_a_target_s_rows(folders, tmp_path, capsys):

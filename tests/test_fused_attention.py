@@ -1,6 +1,5 @@
 """Attention of training-time test in linear memory: the eager numbers, whatever the shape, documents and window."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -201,8 +200,7 @@ def test_no_mask_is_wider_than_its_block_needs():
 
 
 @pytest.fixture
-def caught(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("eagle3_hf"), "propagate", True)
+def caught(caplog):
     fused._trial.cache_clear()
     yield caplog
     fused._trial.cache_clear()

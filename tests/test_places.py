@@ -1,7 +1,6 @@
 """Where things live and in what they compute: dtypes, offloading, quantised targets, adapters, wrapped heads."""
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -195,7 +194,6 @@ def test_a_head_inside_ddp_and_synchronised_gpus_of_one_process():
 
 
 def test_a_head_beyond_its_trained_length_warns_once(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     target = tiny("llama", num_hidden_layers=4)
     draft = new_draft(target, half=False, max_position_embeddings=32)
     for length in (20, 40, 50):

@@ -48,15 +48,12 @@ def warned(caplog):
     """What loading warned about; transformers' own report of tensors that it did not find counts too."""
     logging.Logger.warning_once.cache_clear()
     caplog.set_level(logging.WARNING)
-    transformers = logging.getLogger("transformers")
-    transformers.addHandler(caplog.handler)
 
     def messages() -> list[str]:
         records = [(record.name, record.getMessage()) for record in caplog.records]
         return [said for name, said in records if name.startswith("eagle3_hf") or "LOAD REPORT" in said]
 
-    yield messages
-    transformers.removeHandler(caplog.handler)
+    return messages
 
 
 def check_notes(notes: list[str], row) -> None:

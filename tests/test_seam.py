@@ -292,7 +292,6 @@ def test_models_compile_to_one_graph_after_import(family):
 @pytest.mark.parametrize("way", ["model.compile", "forward", "module", "layers"])
 def test_a_compiled_target_runs_its_own_code_beside_a_draft(way, caplog, monkeypatch):
     """Compiled code asks neither hooks nor masks: it must be left aside, aloud, and be there again afterwards."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     target, compilations = tiny("llama", num_hidden_layers=2), []
 
     def backend(graph, example_inputs):

@@ -107,7 +107,7 @@ def test_passing_faults_are_met_with_patience(tmp_path, fault, caplog):
             raise fault
         return reply("Yes.")
 
-    with caplog.at_level(logging.INFO), chat_server(answer) as (url, requests):
+    with caplog.at_level(logging.INFO, logger="eagle3_hf"), chat_server(answer) as (url, requests):
         assert ask(url, PROMPTS, tmp_path / "a") == 6
     assert len(requests) == 12
     assert "asked again (1 of 5)" in caplog.text

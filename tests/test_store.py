@@ -316,7 +316,10 @@ def test_a_store_has_the_manners_of_a_dataset(written, monkeypatch):
     [
         ({"layer_ids": [0, 2, 4]}, r"layer_ids \[1, 2, 3\] \(now \[0, 2, 4\]\)"),
         ({"rows": rows_of(LENGTHS[:-1])}, r"rows 7 \(now 6\), tokens 60 \(now 52\)"),
-        ({"rows": rows_of(LENGTHS, seed=100)}, r"something else: data \w{16} \(now \w{16}\)\. Store into another"),
+        (
+            {"rows": rows_of(LENGTHS, seed=100)},
+            "something else: other chats, or the same encoded otherwise. Store into another",
+        ),
         ({"shard_rows": 4}, r"shard_rows 3 \(now 4\)"),
         ({"dtype": torch.bfloat16}, r"dtype float32 \(now bfloat16\)"),
     ],

@@ -1,5 +1,6 @@
 """`eagle3-hf features` and `eagle3-hf train`: whole runs of a tiny target, by the commands a user types."""
 
+import errno
 import json
 import re
 
@@ -13,6 +14,7 @@ from chats import chat_tokenizer, tiny_target
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.cli import main
 from eagle3_hf.commands.train import parse
+from eagle3_hf.training.arguments import Eagle3TrainingArguments
 from eagle3_hf.training.run import make_head, row_prompt
 from eagle3_hf.training.stored import StoredFeatures
 from eagle3_hf.training.trainer import Eagle3Trainer
@@ -137,18 +139,46 @@ def test_features_and_training_from_them(folder, tmp_path, capsys, dtype):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5 if dtype == "float32" else 5e-3)
 
 
-def test_adapters_on_a_published_head(folder, tmp_path):
+def test_adapters_on_a_published_head(folder, tmp_path, capsys):
     """The adapters, and the head with them merged in."""
     data = str(folder / "chats.jsonl")
     train = config(folder, tmp_path, train_data=data, output_dir=str(tmp_path / "head"))
     assert main(["train", train, "--max_steps", "2", "--tau_prompts", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "target on cpu (" in out
+    bench = f"next: eagle3-hf bench {folder / 'target'}"
+    assert out.endswith(f"the head is in {tmp_path / 'head'}\n{bench} {tmp_path / 'head'} --tasks FOLDER\n")
     train = config(folder, tmp_path, train_data=data, output_dir=str(tmp_path / "lora"), head=str(tmp_path / "head"))
     assert main(["train", train, "--max_steps", "2", "--lora_r", "4"]) == 0
+    out, whole = capsys.readouterr().out, tmp_path / "lora" / "merged"
+    assert f"the adapters are in {tmp_path / 'lora'}, and the head with them merged in" in out
+    assert out.endswith(f"{bench} {whole} --tasks FOLDER\n")
+    assert str(tmp_path) not in (tmp_path / "lora" / "README.md").read_text()
     published = Eagle3DraftModel.from_pretrained(tmp_path / "head")
     merged = Eagle3DraftModel.from_pretrained(tmp_path / "lora" / "merged")
     adapted = PeftModel.from_pretrained(published, tmp_path / "lora").merge_and_unload()
     assert torch.allclose(adapted.fc.weight, merged.fc.weight, atol=1e-6)
     assert not torch.equal(load_file(tmp_path / "head" / "model.safetensors")["fc.weight"], merged.fc.weight)
+
+
+def test_a_disk_that_fills_at_a_checkpoint(folder, tmp_path, monkeypatch, capsys):
+    """One line; with room again the same command goes on from the last whole checkpoint, to the same weights."""
+    calls, save = [], torch.save
+
+    def full(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 4:  # in the second checkpoint
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(*args, **kwargs)
+
+    train = config(folder, tmp_path, train_data=str(folder / "chats.jsonl"), output_dir=str(tmp_path / "out"))
+    monkeypatch.setattr(torch, "save", full)
+    assert main(["train", train, "--tau_prompts", "0"]) == 1
+    monkeypatch.undo()
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert re.match("eagle3-hf train: the disk is full: .*No space left on device.*run the same command again", last)
+    assert main(["train", train, "--tau_prompts", "0"]) == 0
+    assert f"goes on from {tmp_path / 'out' / 'checkpoint-'}" in capsys.readouterr().out
 
 
 def test_a_head_whose_file_names_other_layers(folder, tmp_path):
@@ -249,6 +279,7 @@ def test_options_and_files(folder, tmp_path):
         (None, [], "no such file; options begin with --"),
         ("", ["--head_config", "{bad"], r"head_config is '{bad', not a JSON object such as .* \(Expecting"),
         ("", ["--chat_template_kwargs", "[1]"], r"chat_template_kwargs is \[1\], not a JSON object such as"),
+        ("", ["--head_config", '{"fc_bais": true}'], "head_config: fc_bais is no field of Eagle3DraftConfig"),
         ("", ["--lora_r", "4"], "lora_r trains adapters on a head that exists: name it with head"),
         (
             "",
@@ -256,7 +287,7 @@ def test_options_and_files(folder, tmp_path):
             "head_config is of a new head, and head names one",
         ),
         ("", BEST, "metric_for_best_model is eval_tau, but nothing measures it: set tau_prompts"),
-        ("", ["--held_out", "10"], "held_out is 10, but .* has 10 chats"),
+        ("", ["--held_out", "10"], r"held_out is 10, but .* has 10 chats: hold fewer out \(--held_out 1\), or name"),
         ("empty", [], "empty.jsonl: there are no chats in it"),
         ("odd", [], "odd.jsonl: no known shape of training data has the columns frage"),
         ("store", ["--last_turn_only"], "these rows are tokens already: set them where the chats are encoded"),
@@ -279,6 +310,40 @@ def test_refusals(folder, tmp_path, capsys, lines, extra, message):
     assert main(["train", str(path), *extra]) == 1
 
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["ttt_steps", "ttt_attention", "step_decay", "row_share"])
+def test_arguments_are_named_as_they_were_given(name, tmp_path):
+    """Not by the names that the head's forward has for them."""
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        Eagle3TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, **{name: "x" if name == "ttt_attention" else -1}
+        )
+
+
+def test_a_target_in_messages_is_never_a_class_of_ours(folder, tmp_path, capsys):
+    """Of which only the config was read."""
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    Eagle3DraftModel.from_target(target, draft_vocab=range(200)).save_pretrained(tmp_path / "head")
+    config = json.loads((folder / "target" / "config.json").read_text())
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "wide" / "config.json").write_text(json.dumps({**config, "hidden_size": 2 * config["hidden_size"]}))
+    words = ["convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "vllm", "--target"]
+    assert main([*words, str(tmp_path / "wide")]) == 1
+    said = capsys.readouterr().err
+    assert f"but {tmp_path / 'wide'} has hidden_size" in said
+    assert "_ConfigOfTarget" not in said
+
+
+def test_devices_and_dtypes_are_spelt_as_in_the_other_commands(tmp_path):
+    words = ["--target", "t", "--train_data", "d", "--output_dir", str(tmp_path)]
+    model, _, args = parse([*words, "--device", "cpu", "--dtype", "bf16", "--device-map", "auto"])
+    assert (args.use_cpu, model.dtype, model.device_map) == (True, "bfloat16", "auto")
+    path = tmp_path / "c.yaml"
+    path.write_text("device: cpu\ndtype: fp16\ndevice_map: cpu\n")
+    model, _, args = parse([str(path), *words])
+    assert (args.use_cpu, model.dtype, model.device_map) == (True, "float16", "cpu")
+    assert parse([str(path), *words, "--dtype", "auto"])[0].dtype == "auto"
 
 
 def test_help_names_the_options_of_all_three(capsys):
@@ -314,7 +379,7 @@ def test_logs_come_often_and_evaluations_do_not(tmp_path):
 def test_a_part_that_is_none_is_refused(folder, tmp_path, capsys, part):
     with pytest.raises(SystemExit):
         main(["features", "m", "d", str(tmp_path), f"--part={part}"])
-    assert "is no part such as 0/4, ..., 3/4" in capsys.readouterr().err
+    assert f"{part!r} is no part such as 0/4, ..., 3/4" in capsys.readouterr().err
 
 
 def test_the_prompt_of_a_row():

@@ -170,8 +170,8 @@ def test_the_command_prints_time(capsys, tmp_path):
     assert "| from stored features |" in out
     assert "times as long" in out
     assert main(["cost", str(tmp_path), *arguments]) == 0  # a draft vocabulary as large as the target's
-    assert main(["cost", str(tmp_path), "--document", "0"]) == 1
-    assert "--length 2048 is no multiple of --document 0" in capsys.readouterr().err
+    assert main(["cost", str(tmp_path), "--document", "5"]) == 1
+    assert "--length 2048 is no multiple of --document 5" in capsys.readouterr().err
 
 
 def test_the_command_refuses_a_length_that_holds_no_whole_documents(capsys):

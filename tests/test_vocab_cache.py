@@ -38,7 +38,7 @@ def counted(monkeypatch):
 
 def test_the_second_time_nothing_is_counted(data, counted, tmp_path, caplog):
     tokenizer = chat_tokenizer()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="eagle3_hf"):
         first, covered = cached_draft_vocab(data, tokenizer, **SIZES, always=[5], cache_dir=tmp_path)
         again, _ = cached_draft_vocab(data, tokenizer, **SIZES, always=[5, 5], cache_dir=tmp_path)
     assert first.tolist() == again.tolist() == [0, 5, 7, 9]
@@ -119,7 +119,7 @@ def test_stored_features_have_the_fingerprint_of_their_data():
 
 
 def test_a_kept_vocabulary_is_measured_on_the_new_data(data, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="eagle3_hf"):
         assert report_coverage(data, torch.tensor([7, 9]), 12) == 1.0
         assert "A new head" not in caplog.text
         assert report_coverage(data, torch.tensor([7]), 12) == pytest.approx(2 / 3)

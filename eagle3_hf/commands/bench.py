@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from .help import Defaults
+from .placement import add_placement, load_target
+from .values import count, not_negative, path, place
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,39 +16,47 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Plain and assisted decoding in turn on questions; with --round-cost, medians of single rounds.",
         formatter_class=Defaults,
     )
-    parser.add_argument("model", metavar="MODEL", help="target: a local folder or a Hub id")
-    parser.add_argument("head", metavar="HEAD", help="draft head: a local folder or a Hub id; `random` for a new one")
-    parser.add_argument("--tasks", type=Path, help="folder of JSONL files of questions with `turns`, one file a task")
-    parser.add_argument("--questions", type=int, default=10, help="of each task")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; else sampled from equal seeds")
+    parser.add_argument("model", metavar="MODEL", type=place, help="target: a local folder or a Hub id")
+    parser.add_argument(
+        "head", metavar="HEAD", type=place, help="draft head: a local folder or a Hub id; `random` for a new one"
+    )
+    parser.add_argument("--tasks", type=path, help="folder of JSONL files of questions with `turns`, one file a task")
+    parser.add_argument("--questions", type=count, default=10, help="of each task")
+    parser.add_argument("--max-new-tokens", type=count, default=128)
+    parser.add_argument(
+        "--temperature", type=not_negative, default=0.0, help="0 is greedy; else sampled from equal seeds"
+    )
     parser.add_argument("--ignore-noise", action="store_true", help="when sampling, draft without the known noise")
     parser.add_argument("--tree", action="append", help="nodes/depth/top_k, such as 15/4/4; repeat for several")
     parser.add_argument("--round-cost", action="store_true", help="measure rounds of each --tree against plain steps")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.set_defaults(run=run)
+    add_placement(parser)
+    parser.set_defaults(run=run, resumes=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from eagle3_hf import Eagle3DraftModel
+    from eagle3_hf.devices import place_in_words
     from eagle3_hf.evaluation import report
+    from eagle3_hf.evaluation.tasks import load_tasks
 
     trees = [report.parse_tree(tree) for tree in arguments.tree or []]
     if arguments.tasks is None and not arguments.round_cost:
         raise ValueError("name a folder of questions with --tasks, or ask for --round-cost")
+    if not arguments.round_cost:
+        load_tasks(arguments.tasks, arguments.questions)  # a broken file shall not cost the loading of the target
     logging.disable_progress_bar()
-    dtype = getattr(torch, arguments.dtype)
-    target = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
+    target = load_target(arguments)
     if arguments.head == "random":
-        ids = torch.randperm(target.config.get_text_config().vocab_size)[:8192]
-        draft = Eagle3DraftModel.from_target(target, draft_vocab=ids, dtype=dtype)
+        ids = torch.randperm(target.config.get_text_config().vocab_size)[:8192].sort().values
+        draft = Eagle3DraftModel.from_target(target, draft_vocab=ids, dtype=target.dtype)
         draft.init_weights()
     else:
-        draft = Eagle3DraftModel.from_pretrained(arguments.head)
+        draft = Eagle3DraftModel.from_pretrained(arguments.head).to(target.device)
+    print(f"target {arguments.model} on {place_in_words(target)}; head {arguments.head} on {place_in_words(draft)}")
     if arguments.round_cost:
         report.print_round_cost(target, draft, trees or [(59, 8, 10), (15, 4, 4)])
         return 0

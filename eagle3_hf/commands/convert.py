@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .help import Defaults
+from .placement import add_dtype
 from .settings import add_settings, fields
+from .values import check_output_folder, path, place
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,15 +20,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "cannot express is refused by name, before anything is written.",
         formatter_class=Defaults,
     )
-    parser.add_argument("head", metavar="HEAD", help="draft head: a local folder or a Hub id")
-    parser.add_argument("output", metavar="OUT", type=Path, help="folder to write to")
+    parser.add_argument("head", metavar="HEAD", type=place, help="draft head: a local folder or a Hub id")
+    parser.add_argument("output", metavar="OUT", type=path, help="folder to write to")
     parser.add_argument("--to", required=True, choices=["vllm", "sglang", "speculators", "eagle3-hf"])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of OUT (default: as it is)")
-    parser.add_argument("--target", help="local folder or Hub id; its weights are read only where OUT needs them")
-    parser.add_argument("--verifier", help="name of the target to write for speculators (default: the head's, TARGET)")
+    add_dtype(parser, default="auto", help="of OUT; auto is as it is")
+    parser.add_argument(
+        "--target", type=place, help="local folder or Hub id; its weights are read only where OUT needs them"
+    )
+    parser.add_argument(
+        "--verifier", type=place, help="name of the target to write for speculators (default: the head's, TARGET)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
     add_settings(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from eagle3_hf.export import check_folder, export_head, needs_target_weights, serve_command
     from eagle3_hf.inspection import model_class
 
+    check_output_folder(arguments.output)
     check_folder(arguments.output, arguments.overwrite)  # before anything is loaded
     draft = Eagle3DraftModel.from_pretrained(arguments.head, **fields(arguments.set))
     config: Any = draft.config
@@ -43,17 +50,27 @@ def run(arguments: argparse.Namespace) -> int:
     if target is not None and needs_target_weights(config, arguments.to, target):
         target = model_class(target).from_pretrained(arguments.target)
     verifier = arguments.verifier or (arguments.target if arguments.to == "speculators" else None)
+    before = _files(arguments.output)
     folder = export_head(
         draft,
         arguments.output,
         arguments.to,
         target=target,
-        dtype=arguments.dtype,
+        dtype=None if arguments.dtype == "auto" else arguments.dtype,
         verifier=verifier,
         overwrite=arguments.overwrite,
     )
-    print(f"wrote {', '.join(sorted(file.name for file in folder.iterdir()))} to {folder}")
+    written = sorted(name for name, about in _files(folder).items() if before.get(name) != about)
+    print(f"wrote {', '.join(written)} to {folder}")
     if arguments.to != "eagle3-hf":
         name = arguments.target or config.target_name_or_path or "TARGET"
         print(f"serve it with\n\n{serve_command(arguments.to, name, str(folder))}")
     return 0
+
+
+def _files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Files of a folder, with what a rewriting changes."""
+    if not folder.is_dir():
+        return {}
+    stats = {file.name: file.stat() for file in folder.iterdir()}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from .help import Defaults
+from .placement import add_placement, load_target
+from .values import amount, count, place
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,42 +18,49 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "with MODEL, the time of a step on a packed row. Both beside the eager formulation of the same loss.",
         formatter_class=Defaults,
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="target to time: a local folder or a Hub id")
-    parser.add_argument("--steps", type=int, default=7, help="of training-time test")
-    parser.add_argument("--draft-vocab-size", type=int, default=8192)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="memory: tokens")
-    parser.add_argument("--eager-up-to", type=int, default=2048, help="memory: longest row for the eager formulation")
-    parser.add_argument("--vocab-size", type=int, default=128_256, help="memory: of the small model")
-    parser.add_argument("--hidden-size", type=int, default=256, help="memory: of the small model")
-    parser.add_argument("--length", type=int, default=2048, help="time: tokens of the packed row")
-    parser.add_argument("--document", type=int, default=256, help="time: tokens of each text in it")
-    parser.add_argument("--repeats", type=int, default=3, help="time: the median of so many is shown")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", type=place, help="target to time: a local folder or a Hub id"
+    )
+    parser.add_argument("--steps", type=count, default=7, help="of training-time test")
+    parser.add_argument("--draft-vocab-size", type=count, default=8192)
+    parser.add_argument("--lengths", type=count, nargs="+", default=[512, 1024, 2048, 4096], help="memory: tokens")
+    parser.add_argument(
+        "--eager-up-to", type=amount, default=2048, help="memory: longest row for the eager formulation"
+    )
+    parser.add_argument("--vocab-size", type=count, default=128_256, help="memory: of the small model")
+    parser.add_argument("--hidden-size", type=count, default=256, help="memory: of the small model")
+    parser.add_argument("--length", type=count, default=2048, help="time: tokens of the packed row")
+    parser.add_argument("--document", type=count, default=256, help="time: tokens of each text in it")
+    parser.add_argument("--repeats", type=count, default=3, help="time: the median of so many is shown")
     parser.add_argument("--processor-time", action="store_true", help="time: count this process's work, not the clock")
-    parser.add_argument("--float32", action="store_true", help="no bfloat16")
-    parser.add_argument("--device", default="cpu")
-    parser.set_defaults(run=run)
+    add_placement(parser, dtype="bfloat16")
+    parser.set_defaults(run=run, resumes=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     import torch
-    from transformers import AutoModelForCausalLM, PreTrainedModel
 
     from eagle3_hf import Eagle3DraftModel
+    from eagle3_hf.devices import own_device, place_in_words
     from eagle3_hf.evaluation.training_cost import Steps, small_target
     from eagle3_hf.ttt.settings import TTTSettings
 
-    if arguments.document < 1 or arguments.length % arguments.document:
+    if arguments.length % arguments.document:
         raise ValueError(f"--length {arguments.length} is no multiple of --document {arguments.document}")
+    if arguments.model is None and arguments.device_map is not None:
+        raise ValueError("--device-map spreads MODEL, and none is named")
     settings = TTTSettings(num_steps=arguments.steps)
-    target: PreTrainedModel
+    target: Any
     if arguments.model is None:
         target = small_target(arguments.vocab_size, arguments.hidden_size)
+        dtype = torch.bfloat16 if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        target = target.to(arguments.device or own_device(), dtype)
     else:
-        target = AutoModelForCausalLM.from_pretrained(arguments.model)
-    target = target.to(arguments.device, torch.float32 if arguments.float32 else torch.bfloat16)
+        target = load_target(arguments)
     ids = torch.randperm(target.config.get_text_config().vocab_size)[: arguments.draft_vocab_size].sort().values
-    draft = Eagle3DraftModel.from_target(target, draft_vocab=ids).to(arguments.device)
-    steps = Steps(target, draft, settings, autocast=not arguments.float32)
+    draft = Eagle3DraftModel.from_target(target, draft_vocab=ids).to(target.device)
+    steps = Steps(target, draft, settings, autocast=target.dtype != torch.float32)
+    print(f"{arguments.model or 'a small target'} on {place_in_words(target)}; head in float32\n")
     if arguments.model is None:
         _print_memory(steps, arguments)
     else:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .help import say_next
+from .placement import add_placement, load_target
+from .values import amount, check_output_folder, count, json_object, path, place, positive, read_lines, share
 
 
 if TYPE_CHECKING:
@@ -28,45 +31,46 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "`accelerate launch`, or on a server (--server); or let it write user turns too (--num-chats). An interrupted "
         "run goes on when started again.",
     )
-    parser.add_argument("model", metavar="MODEL", help="target: a local folder or a Hub id, with its chat template")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="JSONL file to write or to continue")
-    parser.add_argument("--batch-size", type=int, default=32, help="chats written at once (default: 32)")
-    parser.add_argument("--max-new-tokens", type=int, default=224, help="longest answer (default: 224)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="where it is not greedy (default: 1)")
-    parser.add_argument("--greedy-share", type=float, default=0.5, help="share of greedy answers (default: 0.5)")
-    parser.add_argument("--seed", type=int, default=0, help="of all random choices (default: 0)")
-    parser.add_argument("--template-kwargs", type=json.loads, help='JSON for the template: {"enable_thinking": false}')
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of MODEL")
     parser.add_argument(
-        "--device", help="device of MODEL (default: an accelerator where there is one; auto spreads it)"
+        "model", metavar="MODEL", type=place, help="target: a local folder or a Hub id, with its chat template"
     )
+    parser.add_argument("output", metavar="OUTPUT", type=path, help="JSONL file to write or to continue")
+    parser.add_argument("--batch-size", type=count, default=32, help="chats written at once (default: 32)")
+    parser.add_argument("--max-new-tokens", type=count, default=224, help="longest answer (default: 224)")
+    parser.add_argument("--temperature", type=positive, default=1.0, help="where it is not greedy (default: 1)")
+    parser.add_argument("--greedy-share", type=share, default=0.5, help="share of greedy answers (default: 0.5)")
+    parser.add_argument("--seed", type=amount, default=0, help="of all random choices (default: 0)")
+    parser.add_argument(
+        "--template-kwargs", type=json_object, help='JSON for the template: {"enable_thinking": false}'
+    )
+    add_placement(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_own_chats(parser.add_argument_group("chats of its own"))
     _add_prompts(parser.add_argument_group("answers to the prompts of a dataset"))
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=True)
 
 
 def _add_own_chats(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-chats", type=int, help="chats that the file is to hold in the end")
-    group.add_argument("--seeds", type=Path, help="text file, a beginning of a user turn on each line")
-    group.add_argument("--max-user-tokens", type=int, help="longest user turn (default: 96)")
-    group.add_argument("--top-p", type=float, help="of user turns (default: 0.95)")
+    group.add_argument("--num-chats", type=count, help="chats that the file is to hold in the end")
+    group.add_argument("--seeds", type=path, help="text file, a beginning of a user turn on each line")
+    group.add_argument("--max-user-tokens", type=count, help="longest user turn (default: 96)")
+    group.add_argument("--top-p", type=share, help="of user turns (default: 0.95)")
 
 
 def _add_prompts(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--prompts", metavar="DATASET", help="file, folder, or Hub id (name:split[:1000])")
+    group.add_argument("--prompts", metavar="DATASET", type=place, help="file, folder, or Hub id (name:split[:1000])")
     group.add_argument("--split", help="split of DATASET")
     group.add_argument(
         "--about",
-        type=Path,
+        type=path,
         help="text file, a user turn with {text} on each line (\\n: a new line): "
         "ask about the last answers of DATASET's chats",
     )
     group.add_argument("--server", metavar="URL", help="ask a server with OpenAI's chat API (vLLM, SGLang)")
     group.add_argument("--model-name", help="name of the target there (default: MODEL)")
-    group.add_argument("--concurrency", type=int, help="chats asked at once (default: 32)")
-    group.add_argument("--timeout", type=float, help="seconds to wait for an answer (default: 600)")
-    group.add_argument("--request-extra", type=json.loads, help='JSON for every request: {"top_k": -1}')
+    group.add_argument("--concurrency", type=count, help="chats asked at once (default: 32)")
+    group.add_argument("--timeout", type=positive, help="seconds to wait for an answer (default: 600)")
+    group.add_argument("--request-extra", type=json_object, help='JSON for every request: {"top_k": -1}')
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,8 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse(arguments, _FOR_SERVERS, "without --server")
     if not arguments.output.absolute().parent.is_dir():
         raise FileNotFoundError(f"the folder of {arguments.output} does not exist; create it first")
+    if arguments.output.exists() and not arguments.output.is_file():  # a device could be read without an end
+        kind = "a folder" if arguments.output.is_dir() else "no regular file"
+        raise FileExistsError(f"{arguments.output} is {kind}; name the JSONL file to write")
+    check_output_folder(arguments.output.parent)
     written = _write_chats(arguments) if arguments.prompts is None else _answer_prompts(arguments)
     print(f"{written} chats written to {arguments.output}{_in_all(arguments.output)}")
+    if arguments.output.is_file():
+        say_next("show-mask", arguments.model, arguments.output)
     return 0
 
 
@@ -99,7 +109,7 @@ def _refuse(arguments: argparse.Namespace, options: Sequence[str], where: str) -
 
 def _write_chats(arguments: argparse.Namespace) -> int:
     # Before the target is loaded: a mistyped file name shall not cost a minute.
-    seeds = arguments.seeds.read_text(encoding="utf-8").splitlines() if arguments.seeds else []
+    seeds = read_lines(arguments.seeds) if arguments.seeds else []
     if arguments.seeds and not any(line.strip() for line in seeds):
         raise ValueError(f"{arguments.seeds} is empty: write a beginning of a user turn on each line")
     if _part()[1] > 1:
@@ -127,7 +137,7 @@ def _write_chats(arguments: argparse.Namespace) -> int:
 
 
 def _answer_prompts(arguments: argparse.Namespace) -> int:
-    lines = arguments.about.read_text(encoding="utf-8").splitlines() if arguments.about else []
+    lines = read_lines(arguments.about) if arguments.about else []
     about = [line.replace("\\n", "\n") for line in lines if line.strip()]
     if arguments.about and not about:
         raise ValueError(f"{arguments.about} is empty: write a user turn with {{text}} on each line")
@@ -175,14 +185,13 @@ def _writer(arguments: argparse.Namespace, settings: WritingSettings) -> Writer:
 
 
 def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    accelerator = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    from eagle3_hf.devices import place_in_words
+
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    target = AutoModelForCausalLM.from_pretrained(
-        arguments.model, dtype=arguments.dtype, device_map=arguments.device or accelerator
-    )
+    target = load_target(arguments)
+    print(f"{arguments.model} runs on {place_in_words(target)}", flush=True)
     return target, tokenizer
 
 

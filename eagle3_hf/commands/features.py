@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-from pathlib import Path
 
-from .help import Defaults
+from .help import Defaults, say_next
+from .placement import add_placement, load_target
+from .values import amount, check_output_folder, count, json_object, path, place
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,42 +20,47 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "`accelerate launch` or torchrun each process writes its share.",
         formatter_class=Defaults,
     )
-    parser.add_argument("model", metavar="MODEL", help="target: a local folder or a Hub id, with its chat template")
-    parser.add_argument("data", metavar="DATA", help="chats: file, folder, or Hub id (name:split[:1000])")
-    parser.add_argument("output", metavar="OUT", type=Path, help="folder of the store, created or continued")
+    parser.add_argument(
+        "model", metavar="MODEL", type=place, help="target: a local folder or a Hub id, with its chat template"
+    )
+    parser.add_argument("data", metavar="DATA", type=place, help="chats: file, folder, or Hub id (name:split[:1000])")
+    parser.add_argument("output", metavar="OUT", type=path, help="folder of the store, created or continued")
     parser.add_argument("--split", help="split of DATA")
-    parser.add_argument("--max-length", type=int, default=2048, help="tokens kept of each chat")
+    parser.add_argument("--max-length", type=count, default=2048, help="tokens kept of each chat")
     parser.add_argument("--last-turn-only", action="store_true", help="learn from the last answer of a chat only")
     parser.add_argument("--mask-reasoning", action="store_true", help="do not learn thoughts")
-    parser.add_argument("--template-kwargs", type=json.loads, help='JSON for the template: {"enable_thinking": false}')
-    parser.add_argument("--layer-ids", type=int, nargs="+", help="hidden_states indices (default: a new head's)")
+    parser.add_argument(
+        "--template-kwargs", type=json_object, help='JSON for the template: {"enable_thinking": false}'
+    )
+    parser.add_argument("--layer-ids", type=amount, nargs="+", help="hidden_states indices (default: a new head's)")
     parser.add_argument("--store-dtype", default="bfloat16", choices=["float32", "bfloat16", "float16", "fp8"])
-    parser.add_argument("--batch-tokens", type=int, default=8192, help="padded tokens a forward")
-    parser.add_argument("--shard-rows", type=int, default=256, help="chats a file; what a kill can cost")
+    parser.add_argument("--batch-tokens", type=count, default=8192, help="padded tokens a forward")
+    parser.add_argument("--shard-rows", type=count, default=256, help="chats a file; what a kill can cost")
     parser.add_argument("--part", type=_part, help="I/N: write every N-th file from the I-th on (default: by RANK)")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of MODEL")
-    parser.add_argument("--device-map", help="of MODEL: auto spreads it over all GPUs (default: one device)")
+    add_placement(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the size, load no weights, store nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=True)
 
 
 def _part(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
     if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text} is no part such as 0/4, ..., 3/4")
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 0/4, ..., 3/4")
     return int(index), int(count)
 
 
 def run(arguments: argparse.Namespace) -> int:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    from eagle3_hf.devices import place_in_words
     from eagle3_hf.training.data import prepare_dataset
     from eagle3_hf.training.sources import load_chats
     from eagle3_hf.training.store import write_features
 
+    check_output_folder(arguments.output)
     part = arguments.part or (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
     rows = prepare_dataset(
         load_chats(arguments.data, split=arguments.split),
@@ -72,9 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return 0
     logging.disable_progress_bar()
-    target = AutoModelForCausalLM.from_pretrained(
-        arguments.model, dtype=arguments.dtype, device_map=arguments.device_map or _device()
-    )
+    target = load_target(arguments)
+    print(f"{arguments.model} runs on {place_in_words(target)}", flush=True)
     write_features(
         target,
         rows,
@@ -87,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         progress=not arguments.quiet,
     )
     print(f"part {part[0]} of {part[1]} is in {arguments.output}" if part[1] > 1 else f"stored in {arguments.output}")
+    if part[0] == 0:
+        say_next("train", "--target", arguments.model, "--train_data", arguments.output, "--output_dir", "HEAD")
     return 0
 
 
@@ -114,12 +120,3 @@ def _size(rows, arguments: argparse.Namespace, layer_ids: list[int], dtype) -> s
         f"{len(rows):,} chats, {tokens:,} tokens: {size / 1e9:.3g} GB as {arguments.store_dtype} "
         f"({size / max(tokens, 1):,.0f} bytes a token); {free / 1e9:.3g} GB are free at {place}"
     )
-
-
-def _device() -> str:
-    """This process's own accelerator, where there is one."""
-    import torch
-
-    if not torch.accelerator.is_available():
-        return "cpu"
-    return f"{torch.accelerator.current_accelerator()}:{os.environ.get('LOCAL_RANK', 0)}"

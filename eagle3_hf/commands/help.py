@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 
 class Defaults(argparse.ArgumentDefaultsHelpFormatter):
@@ -19,3 +20,8 @@ class OneSpelling(Defaults):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return ", ".join(option for option in action.option_strings if "-" not in option[2:])
+
+
+def say_next(*words: object) -> None:
+    """Name the command that usually follows, to be copied; what is to be filled in is in capitals."""
+    print(f"next: eagle3-hf {shlex.join(map(str, words))}")

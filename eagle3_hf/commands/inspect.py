@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .settings import add_settings, fields
+from .values import place
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -14,10 +15,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Show a head's dialect, fields, layers read, rope and what it borrows. The exit status is 1 if it "
         "does not fit.",
     )
-    parser.add_argument("head", metavar="HEAD", help="a local folder or a Hub id")
-    parser.add_argument("--target", help="a local folder or a Hub id, of which only the config is read")
+    parser.add_argument("head", metavar="HEAD", type=place, help="a local folder or a Hub id")
+    parser.add_argument("--target", type=place, help="a local folder or a Hub id, of which only the config is read")
     add_settings(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=False)
 
 
 def run(arguments: argparse.Namespace) -> int:

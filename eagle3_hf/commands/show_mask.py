@@ -8,7 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .help import Defaults
+from .help import Defaults, say_next
+from .values import amount, count, json_object, place
 
 
 if TYPE_CHECKING:
@@ -23,17 +24,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "terminal, else between [[ and ]]. Counts of the whole dataset follow.",
         formatter_class=Defaults,
     )
-    parser.add_argument("model", metavar="MODEL", help="target (its tokenizer is enough): a local folder or a Hub id")
-    parser.add_argument("data", metavar="DATASET", help="file, folder, or Hub id (name:split[:1000])")
+    parser.add_argument(
+        "model", metavar="MODEL", type=place, help="target (its tokenizer is enough): a local folder or a Hub id"
+    )
+    parser.add_argument("data", metavar="DATASET", type=place, help="file, folder, or Hub id (name:split[:1000])")
     parser.add_argument("--split", help="split of DATASET")
-    parser.add_argument("--num-chats", type=int, default=2, help="chats to show")
-    parser.add_argument("--first", type=int, default=0, help="number of the first chat to show")
+    parser.add_argument("--num-chats", type=count, default=2, help="chats to show")
+    parser.add_argument("--first", type=amount, default=0, help="number of the first chat to show")
     parser.add_argument("--empty", action="store_true", help="show chats with nothing to learn")
-    parser.add_argument("--max-length", type=int, default=2048, help="tokens kept of each chat")
+    parser.add_argument("--max-length", type=count, default=2048, help="tokens kept of each chat")
     parser.add_argument("--last-turn-only", action="store_true", help="learn from the last answer of a chat only")
     parser.add_argument("--mask-reasoning", action="store_true", help="do not learn thoughts")
-    parser.add_argument("--template-kwargs", type=json.loads, help='JSON for the template: {"enable_thinking": false}')
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--template-kwargs", type=json_object, help='JSON for the template: {"enable_thinking": false}'
+    )
+    parser.set_defaults(run=run, resumes=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,7 +64,21 @@ def run(arguments: argparse.Namespace) -> int:
     print(MaskSummary.of(encoded, arguments.max_length))
     if dropped := dropped_chats(encoded, tokenizer):
         print(dropped)
+    say_next(
+        "train", "--target", arguments.model, "--train_data", arguments.data, "--output_dir", "HEAD", *_same(arguments)
+    )
     return 0
+
+
+def _same(arguments: argparse.Namespace) -> list[str]:
+    """What was asked of the masks, as options of `eagle3-hf train`."""
+    given = {
+        "train_split": arguments.split,
+        "max_length": None if arguments.max_length == 2048 else arguments.max_length,
+        "chat_template_kwargs": arguments.template_kwargs and json.dumps(arguments.template_kwargs),
+    }
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    return words + [f"--{name}" for name in ("last_turn_only", "mask_reasoning") if getattr(arguments, name)]
 
 
 def _numbers(encoded: Dataset, arguments: argparse.Namespace) -> list[int]:

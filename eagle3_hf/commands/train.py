@@ -5,12 +5,20 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .help import OneSpelling
+from ..devices import own_device
+from ..log import follow_transformers
+from ..training.earlier_run import MERGED
+from .help import OneSpelling, say_next
+from .hub import stay_offline_where_unreachable
+from .models import check_targets
+from .parser import Parser
+from .placement import device, device_map, dtype
+from .values import amount, check_output_folder, count, json_or_file, not_negative, place, positive, read_lines, share
 
 
 # The many options of TrainingArguments that `--help` shows; `--help_all` shows the rest too.
@@ -40,6 +48,20 @@ _OFTEN = [
     "dataloader_num_workers",
     "use_cpu",
 ]
+# How options of transformers' dataclasses are read where their type alone lets through what means nothing.
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "dtype": dtype,
+    "device_map": device_map,
+    **dict.fromkeys(("accelerator_config", "deepspeed", "fsdp_config"), json_or_file),
+    **dict.fromkeys(("target", "head", "target_adapter", "train_data", "eval_data", "output_dir"), place),
+    **dict.fromkeys(("held_out", "tau_prompts", "lora_r", "loss_chunk", "seed"), amount),
+    **dict.fromkeys(("draft_vocab_size", "max_train_samples", "tau_new_tokens", "lora_alpha"), count),
+    **dict.fromkeys(("max_length", "ttt_steps", "dataset_num_proc", "gradient_accumulation_steps"), count),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), count),
+    **dict.fromkeys(("row_share", "lora_dropout", "adam_beta1", "adam_beta2"), share),
+    **dict.fromkeys(("learning_rate", "num_train_epochs", "step_decay"), positive),
+    **dict.fromkeys(("feature_loss_weight", "weight_decay", "max_grad_norm", "warmup_steps"), not_negative),
+}
 _NO_PREFIX = "\0"  # everything after `train` is for HfArgumentParser, options too
 
 
@@ -51,19 +73,36 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         add_help=False,
     )
     parser.add_argument("words", nargs="*")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     model, data, args = parse(arguments.words)
-    arguments.model = model.target  # as of the other commands
+    arguments.model, arguments.head, arguments.data = model.target, model.head, data.train_data  # as elsewhere
+    given = (model.target, model.head, data.train_data, data.eval_data)
+    check_targets([model.target])
+    stay_offline_where_unreachable(place for place in given if place)
+    if args.log_level != "passive":
+        follow_transformers()
+    check_output_folder(args.output_dir)
 
     from eagle3_hf.training.run import train_head
 
     trainer = train_head(model, data, args, say=partial(print, flush=True))
     if trainer is not None and not data.dry_run and trainer.is_world_process_zero():
-        print(f"the head is in {args.output_dir}")
+        head = _say_where(args.output_dir, adapters=bool(model.lora_r))
+        say_next("bench", model.target, head, "--tasks", "FOLDER")
     return 0
+
+
+def _say_where(output_dir: str, adapters: bool) -> Path:
+    """Say what a run has left, and return the folder of its head."""
+    if not adapters:
+        print(f"the head is in {output_dir}")
+        return Path(output_dir)
+    head = Path(output_dir) / MERGED
+    print(f"the adapters are in {output_dir}, and the head with them merged in, for `bench` and `convert`, in {head}")
+    return head
 
 
 def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
@@ -73,7 +112,11 @@ def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
     from eagle3_hf.training.arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
 
     kinds: Any = [ModelArguments, DataArguments, Eagle3TrainingArguments]
-    parser: Any = HfArgumentParser(
+
+    class TrainParser(Parser, HfArgumentParser):  # defined where transformers is imported
+        pass
+
+    parser: Any = TrainParser(
         kinds,
         prog="eagle3-hf train",
         usage="%(prog)s [CONFIG.yaml | CONFIG.json] [OPTIONS]",
@@ -82,15 +125,42 @@ def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
         "that is on is switched off by --no_NAME.",
         formatter_class=OneSpelling,
     )
+    parser.add_argument(
+        "--device",
+        action=_Device,
+        dest="use_cpu",
+        type=device,
+        default=argparse.SUPPRESS,
+        help="Where to train: cpu, or this process's accelerator (the default where there is one).",
+    )
+    _read_as(parser, _TYPES)
     options = list(words)
     if "--help_all" in options:
         parser.print_help()
         raise SystemExit(0)
     _shorten_help(parser, TrainingArguments.__dataclass_fields__)
     if options and not options[0].startswith("-"):
-        _set_defaults(parser, options.pop(0))
+        options[:0] = _set_defaults(parser, options.pop(0))
     model, data, args = parser.parse_args_into_dataclasses(options, look_for_args_file=False)
     return model, data, args
+
+
+def _read_as(parser: argparse.ArgumentParser, types: dict[str, Callable[[str], Any]]) -> None:
+    """Options of transformers' dataclasses, read as those of the other commands."""
+    for action in parser._actions:
+        if action.dest in types:
+            action.type = types[action.dest]
+
+
+class _Device(argparse.Action):
+    """Trainer knows the switch `use_cpu`, and else takes the accelerator of its process."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        own = own_device()
+        if values not in ("cpu", own.type, str(own)):
+            variable = "CUDA_VISIBLE_DEVICES" if own.type == "cuda" else "the visible devices"
+            parser.error(f"argument --device: a process trains on its own {own}; to train on {values}, set {variable}")
+        namespace.use_cpu = values == "cpu"
 
 
 def _shorten_help(parser: argparse.ArgumentParser, inherited: Collection[str]) -> None:
@@ -105,8 +175,10 @@ def _shorten_help(parser: argparse.ArgumentParser, inherited: Collection[str]) -
             often._group_actions.append(action)
 
 
-def _set_defaults(parser: argparse.ArgumentParser, path: str) -> None:
+def _set_defaults(parser: argparse.ArgumentParser, path: str) -> list[str]:
+    """Defaults from a file; the words of its `device`, which is an option without a field of its own, come back."""
     values = _read(Path(path))
+    words = ["--device", str(values.pop("device"))] if "device" in values else []
     names = {action.dest for action in parser._actions}
     for name in values:
         if name not in names:
@@ -116,19 +188,24 @@ def _set_defaults(parser: argparse.ArgumentParser, path: str) -> None:
     for action in parser._actions:  # two for a switch that is on: --x and --no_x
         if action.dest in values:
             action.required = False
-            action.default = values[action.dest]  # texts are converted: YAML takes 1e-5 for one
+            value = values[action.dest]
+            # Texts are read as those of a command line are, and numbers so too; YAML takes 1e-5 for a text.
+            action.default = str(value) if type(value) in (int, float) else value
+    return words
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; options begin with --")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        values = json.loads(text)
-    else:
-        import yaml
+    import yaml
 
-        values = yaml.safe_load(text)
+    text = "\n".join(read_lines(path))
+    try:
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is no {path.suffix[1:] or 'yaml'}: {' '.join(str(error).split())}") from None
+    if values is None:
+        raise ValueError(f"{path} is empty: expected options, such as target: NAME")
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a {type(values).__name__}, not options by name")
     return values

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.utils import logging
 
 from ..draft_attention import CachedAttention, DraftCache
+from ..log import get_logger
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..offload import home_of
 from ..tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
@@ -16,7 +16,7 @@ from .noise import Noise
 from .tree import DraftTree
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _TRIAL_ROUNDS = 64
 _TRIAL_ACCEPTED = 0.1

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
+
+from ..log import get_logger
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 # Attributes of a module that its call goes through; accelerate keeps the forward that it wraps under the second name.
 _FORWARDS = ("forward", "_old_forward", "_forward")

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticLayer
-from transformers.utils import logging
 
+from ..log import get_logger
 from .abilities import TREE, Ability, Way, known_ability
 from .custom_code import CustomCode, custom_code
 from .hook_memory import Memory
@@ -27,7 +27,7 @@ from .target import CACHE_KEY, TargetRun
 from .tree import DraftTree
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _PROMPT = 6
 _BRANCH = 4  # nodes of each of the two branches below the root

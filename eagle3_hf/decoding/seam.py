@@ -16,9 +16,9 @@ import transformers
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.pipelines import base as pipelines
-from transformers.utils import logging
 
 from ..acceptance import SpeculationStats
+from ..log import get_logger
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..offload import home_of, is_offloaded
 from ..vocab import check_tokenizer
@@ -37,7 +37,7 @@ from .target import CACHE_KEY
 from .training_mode import check_training_mode
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _DEFAULT_NUM_ASSISTANT_TOKENS = 20  # transformers fills it in; it cannot be told from a value that the user set
 

@@ -17,12 +17,11 @@ from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers.utils import logging
-
+from ..log import get_logger
 from .drafting import TreeSettings
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _NODES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 59)
 _TOKENS_TRIED = 12  # nodes of all rows of the first trees

@@ -99,11 +99,14 @@ def _ahead(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     """The most memory that `run` held at once, above what was held before it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        memory: Any = getattr(torch, device.type)  # torch.accelerator has these counters in new versions only
+        if not hasattr(memory, "max_memory_allocated"):
+            raise ValueError(f"torch does not count the peak memory of {device.type}: take --device cpu")
+        memory.reset_peak_memory_stats(device)
+        before = memory.memory_allocated(device)
         run()
-        return torch.cuda.max_memory_allocated(device) - before
+        return memory.max_memory_allocated(device) - before
     # The profiler hears of every allocation, also inside kernels, where no hook of torch's dispatcher sees it.
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _silent_stderr():
@@ -152,7 +155,7 @@ class Steps:
     """Whole training steps of a head for a target, in both formulations.
 
     Attributes:
-        autocast: Compute in bfloat16 (weights stay as they are).
+        autocast: Compute in bfloat16, or in float16 where the target is in it (weights stay as they are).
     """
 
     target: PreTrainedModel
@@ -183,7 +186,8 @@ class Steps:
         self.draft.zero_grad(set_to_none=True)
         with clock.part("target and teacher"):
             taught = teach()
-        with clock.part("draft forward"), torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+        dtype = torch.float16 if self.target.dtype == torch.float16 else torch.bfloat16
+        with clock.part("draft forward"), torch.autocast(self.device.type, dtype, enabled=self.autocast):
             loss = loss_of(self.draft, batch, taught, settings)
         with clock.part("draft backward"):
             loss.backward()
@@ -234,8 +238,8 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._read() - start
 
     def _read(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return self.now()
 
 

@@ -16,15 +16,15 @@ from typing import Any
 
 from huggingface_hub import CardData, ModelCard, ModelCardData
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from ..configuration_eagle3 import Eagle3DraftConfig
+from ..log import get_logger
 from ..tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
 from .engines import CHAIN
 from .obstacles import ENGINES, has_windows, obstacles
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 CARD_FILE = "README.md"
 Acceptance = Mapping[str, Mapping[str, float | str]]

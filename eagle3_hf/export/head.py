@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from ..configuration_eagle3 import Eagle3DraftConfig
 from ..features import check_target, num_target_layers
+from ..log import get_logger
 from ..offload import require_resident
 from . import borrowed
 from .card import CARD_FILE, looks_like_hub_id, write_card
@@ -27,7 +27,7 @@ from .errors import ExportError
 from .obstacles import ENGINES, obstacles
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 FORMATS = (*ENGINES, "eagle3-hf")
 _SCALED_EMBEDDINGS = "gemma"  # how the model types begin whose embedding is not the rows of its weight
@@ -48,7 +48,8 @@ def export_head(
 
     Args:
         draft: An [`Eagle3DraftModel`]; it stays as it is.
-        folder: Where to write; created. A folder with anything in it is refused unless `overwrite`.
+        folder: Where to write; created. A folder with anything in it is refused, with `overwrite` one
+            that holds no head.
         to: "vllm", "sglang", "speculators" or "eagle3-hf" (our own layout).
         target: The head's target, to settle what the head's own file left open. Its config is enough, except where the
             format needs the target's weights (see [`needs_target_weights`]).
@@ -118,8 +119,26 @@ def check_folder(folder: Path, overwrite: bool) -> None:
     """Refuse a place where the export would mix with, or replace, something else."""
     if folder.is_file():
         raise FileExistsError(f"{folder} is a file: name a folder to write the head to")
+    if overwrite and folder.is_dir() and any(folder.iterdir()) and not _holds_a_head(folder):
+        raise FileExistsError(
+            f"{folder} is not empty and holds no earlier export (a config.json of a draft head, beside its "
+            "weights), so there is nothing to overwrite: choose another folder"
+        )
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty: choose another folder, or allow overwriting")
+        raise FileExistsError(
+            f"{folder} is not empty: choose another folder, or replace the export in it "
+            "with overwrite=True (--overwrite)"
+        )
+
+
+def _holds_a_head(folder: Path) -> bool:
+    """Whether its files are of an export, by what only configs of heads say; a target's folder is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        marks = [str(config.get(name)) for name in ("model_type", "architectures", "speculators_model_type")]
+    except (OSError, ValueError, AttributeError):
+        return False
+    return "eagle3" in " ".join(marks).lower() and any(folder.glob("*.safetensors"))
 
 
 # ----- what is exported ----------------------------------------------------------------------------------------------

@@ -32,13 +32,16 @@ def write_adapter_card(folder: str, model: PeftModel, tau: float | None = None) 
 
 def _text(model: PeftModel, tau: float | None) -> str:
     config = model.peft_config[model.active_adapter]
-    head, target = config.base_model_name_or_path or "HEAD", model.get_base_model().config.target_name_or_path
+    # Folders of this machine would lead nobody anywhere, and tell who reads them about it.
+    head, target = config.base_model_name_or_path, model.get_base_model().config.target_name_or_path
+    head = head if looks_like_hub_id(head) else "HEAD"
+    target = target if looks_like_hub_id(target) else "TARGET"
     metadata = ModelCardData(
         library_name="peft",
         pipeline_tag="text-generation",
         tags=["eagle3", "speculative-decoding", "draft-model", "lora"],
-        base_model=head if looks_like_hub_id(head) else None,
-        base_model_relation="adapter" if looks_like_hub_id(head) else None,
+        base_model=head if head != "HEAD" else None,
+        base_model_relation="adapter" if head != "HEAD" else None,
     )
     targets = getattr(config, "target_modules", None)
     modules = ", ".join(sorted(targets)) if isinstance(targets, (set, list)) else str(targets)
@@ -56,7 +59,7 @@ def _text(model: PeftModel, tau: float | None) -> str:
         "from transformers import AutoModelForCausalLM",
         "from eagle3_hf import Eagle3DraftModel",
         "",
-        f'target = AutoModelForCausalLM.from_pretrained("{target or "TARGET"}")',
+        f'target = AutoModelForCausalLM.from_pretrained("{target}")',
         f'draft = PeftModel.from_pretrained(Eagle3DraftModel.from_pretrained("{head}"), "THESE_ADAPTERS")',
         "output = target.generate(**inputs, assistant_model=draft)",
         "# or, as a head like any other: draft.merge_and_unload().save_pretrained(FOLDER)",

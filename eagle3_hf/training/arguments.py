@@ -1,15 +1,17 @@
 """What a training run is told: transformers' `TrainingArguments`, and the switches of EAGLE-3."""
 
 import json
+import re
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
-from transformers.utils import logging
 
+from ..configuration_eagle3 import FIELDS
+from ..log import get_logger
 from ..ttt.settings import ATTENTIONS, LOSS_TYPES, TTTSettings
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 _DEMO_WIDTH, _DEMO_RATE = 576, 1e-3  # of the demo head
 _EXPONENT = 1.5  # with it, heads of 4,096 get the reference code's 5e-5
@@ -175,6 +177,12 @@ class Eagle3TrainingArguments(TrainingArguments):
         Raises:
             ValueError: a value that means nothing; the field is named.
         """
+        try:
+            return self._ttt_settings(training)
+        except ValueError as error:  # which names the fields of TTTSettings
+            raise ValueError(re.sub(r"^(?:num_)?(steps|attention) ", r"ttt_\1 ", str(error))) from None
+
+    def _ttt_settings(self, training: bool) -> TTTSettings:
         return TTTSettings(
             num_steps=self.ttt_steps,
             step_decay=self.step_decay,
@@ -236,6 +244,9 @@ class ModelArguments:
 
     def __post_init__(self):
         self.head_config = _fields("head_config", self.head_config)
+        unknown = sorted(set(self.head_config or ()) - set(FIELDS))
+        if unknown:
+            raise ValueError(f"head_config: {', '.join(unknown)} is no field of Eagle3DraftConfig")
         if self.head is not None and self.head_config:
             raise ValueError("head_config is of a new head, and head names one that exists: leave one of them out")
         if self.lora_r and self.head is None:

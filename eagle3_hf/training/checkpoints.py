@@ -10,10 +10,11 @@ import zipfile
 from pathlib import Path
 
 from safetensors import safe_open
-from transformers.utils import logging
+
+from ..log import get_logger
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 STATE = "trainer_state.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..log import get_logger
 from ..ttt.loss import IGNORE_INDEX
 from .packing import join_chats, pack_rows, token_column
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass

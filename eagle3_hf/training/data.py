@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ..log import get_logger
 from ..ttt.loss import IGNORE_INDEX
 from .chat_template import ChatTemplate
 from .collator import Eagle3DataCollator as Eagle3DataCollator
@@ -25,7 +25,7 @@ from .sources import Source, load_chats
 from .turns import learnt
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # `datasets` keeps what it encoded, under a hash of the arguments and not of our code: to be raised with every change
 # of the ids or labels that a chat becomes.

@@ -11,7 +11,6 @@ training-time test ever looks across such a border.
 
 from __future__ import annotations
 
-import logging
 import random
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..log import get_logger
 from ..ttt.loss import IGNORE_INDEX
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Columns of an example that run along its tokens.
 TOKEN_COLUMNS = ("input_ids", "labels", "position_ids", "features", "last_hidden", "top1")

@@ -14,17 +14,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from datasets import Dataset
 from tqdm.auto import tqdm
 
+from ..log import get_logger
 from .formats import read_example, recognise
 from .odd_chats import DroppedChats, OddChatError
 from .sources import Source, load_chats
@@ -32,7 +32,7 @@ from .synthesis import drop_torn_line
 from .writing import Conversation, WritingSettings
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Writer(Protocol):
@@ -169,9 +169,10 @@ class Regeneration:
                 if index not in self._sources:
                     raise ValueError(f"{path} answers prompt {index}, which is not among the prompts now given")
                 if source != self._sources[index]:
+                    changed = _what_changed(source, self._sources[index])
                     raise ValueError(
-                        f"{path} answers prompt {index} as another prompt or by other settings (source {source}, now "
-                        f"{self._sources[index]}): use the settings of that run, or choose another output"
+                        f"{path} answers prompt {index} with {changed}: go on with what that run was given, or choose "
+                        "another output"
                     )
                 if "problem" not in line:  # those are tried again
                     done.add(index)
@@ -311,9 +312,16 @@ def _size(chat: Conversation) -> int:
 
 
 def _source(chat: Conversation, settings: WritingSettings) -> str:
-    """Short hash of all that a chat's answers depend on."""
-    everything = [chat.script, chat.tools, chat.greedy, asdict(settings)]
-    return hashlib.sha256(json.dumps(everything, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+    """Short hashes of all that a chat's answers depend on: of the prompt, then of every setting."""
+    parts = [[chat.script, chat.tools], *asdict(settings).values()]
+    texts = (json.dumps(part, sort_keys=True, ensure_ascii=False) for part in parts)
+    return "-".join(hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts)
+
+
+def _what_changed(before: str, now: str) -> str:
+    names = ["another prompt", *(f"another {field.name}" for field in fields(WritingSettings))]
+    pairs = zip(names, str(before).split("-"), now.split("-"), strict=False)
+    return " and ".join(name for name, old, new in pairs if old != new) or "other settings"
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

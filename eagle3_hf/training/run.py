@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
-from transformers.utils import logging
 
 from ..configuration_eagle3 import Eagle3DraftConfig
+from ..devices import place_in_words
 from ..features import target_vocab_size
+from ..log import get_logger
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..ttt.loss import IGNORE_INDEX
 from .arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
@@ -24,7 +25,7 @@ from .tau import MeasureTau, sample_prompts
 from .trainer import Eagle3Trainer
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 def train_head(
@@ -126,10 +127,15 @@ def load_data(data: DataArguments, seed: int) -> tuple:
         rows = rows.select(range(min(data.max_train_samples, len(rows))))
     if data.eval_data is not None:
         return rows, _load(data.eval_data, data.eval_split)
+    if data.held_out < 0:
+        raise ValueError(f"held_out is {data.held_out}: expected the number of chats to evaluate on, or 0 for none")
     if data.held_out == 0:
         return rows, None
     if data.held_out >= len(rows):
-        raise ValueError(f"held_out is {data.held_out}, but {data.train_data} has {len(rows)} chats")
+        raise ValueError(
+            f"held_out is {data.held_out}, but {data.train_data} has {len(rows)} chats: hold fewer out "
+            f"(--held_out {len(rows) // 10}), or name other chats with eval_data (--eval_data)"
+        )
     parts = rows.train_test_split(test_size=data.held_out, seed=seed)
     return parts["train"], parts["test"]
 
@@ -214,7 +220,7 @@ def planned_steps(trainer: Eagle3Trainer) -> float:
 
 
 def plan(trainer: Eagle3Trainer) -> list[str]:
-    """What a run is going to do, in lines: data, head, and the memory that the head's training keeps."""
+    """What a run is going to do, in lines: devices, data, head, and the memory that the head's training keeps."""
     args = trainer.args
     parameters: list[torch.Tensor] = list(trainer.model.parameters())
     head = sum(p.numel() for p in parameters)
@@ -224,6 +230,7 @@ def plan(trainer: Eagle3Trainer) -> list[str]:
     # Weights, gradient and AdamW's two moments, all in the head's dtype.
     size = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in parameters)
     return [
+        f"target on {place_in_words(trainer.target_model)}; head on {place_in_words(trainer.model)}",
         f"{len(trainer.train_dataset):,} rows, {batch} a step on {args.world_size} process(es), "
         f"{planned_steps(trainer):,.0f} steps of {args.ttt_steps} levels, peak learning rate {args.learning_rate:g}",
         f"head: {head / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained; {size / 1e9:.2f} GB with gradients "

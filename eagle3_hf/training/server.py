@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import logging
 import os
 import random
 import threading
@@ -18,11 +17,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
+from ..log import get_logger
 from .chat_template import REASONING_KEYS
 from .writing import Conversation, WritingSettings
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # A request that the server may answer when it is made again.
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}

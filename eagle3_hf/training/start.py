@@ -1,13 +1,13 @@
 """What happens when training begins: counters start at zero, and a run of few steps is warned of."""
 
 from transformers import TrainerCallback
-from transformers.utils import logging
 
+from ..log import get_logger
 from .arguments import Eagle3TrainingArguments
 from .metrics import StepSums
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 FEW_STEPS = 500  # a quarter of what the first stage of the demo head took
 

@@ -234,7 +234,8 @@ def _check_index(directory: Path, index: dict[str, Any]) -> None:
     known = json.loads(path.read_text()) if path.exists() else {}
     different = [key for key in known if key != "target" and known[key] != index.get(key)]
     if different:
-        pairs = ", ".join(f"{key} {known[key]} (now {index.get(key)})" for key in different)
+        words = {"data": "other chats, or the same encoded otherwise"}  # hashes tell nobody anything
+        pairs = ", ".join(words.get(key, f"{key} {known[key]} (now {index.get(key)})") for key in different)
         raise ValueError(f"{directory} holds a store of something else: {pairs}. Store into another folder")
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from transformers.utils import logging
 
 from ..acceptance import SpeculationStats
+from ..log import get_logger
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class MeasureTau(TrainerCallback):

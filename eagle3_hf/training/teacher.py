@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import logging
 
 from ..features import FeatureReader, num_target_layers
+from ..log import get_logger
 from ..ttt.loss import supervised_mask
 from .output_layer import OutputLayer
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class Teacher:

@@ -15,10 +15,10 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PredictionOutput, TrainOutput
-from transformers.utils import logging
 
 from ..export.card import write_card
 from ..features import require_own_tokens
+from ..log import get_logger
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..offload import require_resident
 from ..ttt.loss import IGNORE_INDEX
@@ -38,7 +38,7 @@ from .tau import MeasureTau
 from .teacher import Teacher
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class Eagle3Trainer(Trainer):

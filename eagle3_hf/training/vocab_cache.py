@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..log import get_logger
 from ..vocab import build_draft_vocab, coverage, tokenizer_hashes
 from .data import as_tokenizer, count_tokens
 from .packing import PackedDataset, only_labels
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def cached_draft_vocab(

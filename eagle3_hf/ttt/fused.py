@@ -13,14 +13,14 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from transformers.utils import logging
 
+from ..log import get_logger
 from .blocks import Block, blocks_of
 from .eager import ttt_attention
 from .kernels import Kernel, States, kernel_for
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)

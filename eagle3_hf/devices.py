@@ -1,0 +1,39 @@
+"""Which device is this process's own, and where a model is, in words for the headers of reports."""
+
+import os
+from typing import Any
+
+import torch
+
+
+def own_device() -> torch.device:
+    """The accelerator of this process, the one of its `LOCAL_RANK` under a launcher; else the CPU.
+
+    Raises:
+        ValueError: a launcher has started more processes than there are accelerators.
+    """
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind: Any = torch.accelerator.current_accelerator()
+    rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.accelerator.device_count()
+    if rank >= count:
+        raise ValueError(
+            f"this is process {rank} (LOCAL_RANK) of this machine, which has {count} {kind.type} device(s)"
+        )
+    return torch.device(kind.type, rank)
+
+
+def place_in_words(model: Any) -> str:
+    """Such as `"cuda:0 (NVIDIA H100), bfloat16"`; all devices of a model that is spread."""
+    devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
+    return f"{', '.join(map(_device_in_words, devices))}, {str(model.dtype).removeprefix('torch.')}"
+
+
+def _device_in_words(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"cpu ({torch.get_num_threads()} threads)"
+    if device.type == "meta":
+        return "offloaded"
+    module: Any = getattr(torch, device.type, None)
+    name = module.get_device_name(device) if hasattr(module, "get_device_name") else None
+    return f"{device} ({name})" if name else str(device)
