@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from ..acceptance import SpeculationStats
 from ..log import get_logger
+from .formats import read_example
 
 
 logger = get_logger(__name__)
@@ -23,8 +24,8 @@ class MeasureTau(TrainerCallback):
     checkpoint that decodes best. With several processes each decodes its share.
 
     Args:
-        prompts: Chats (`messages`, or a list of turns; what follows the last user turn is left out), texts, or ids
-            `(T,)`.
+        prompts: Chats (a list of turns, or a row in any shape that `load_chats` reads; what follows the last user turn
+            is left out), texts, or ids `(T,)`.
         tokenizer: Of the target; not needed for ids.
         max_new_tokens: Tokens decoded for each prompt.
         generate_kwargs: Anything else for `generate`, such as `num_assistant_tokens=15`.
@@ -71,9 +72,12 @@ def prompt_ids(prompt: Any, tokenizer=None) -> torch.Tensor:
         return torch.as_tensor(prompt, dtype=torch.int64).flatten()
     if tokenizer is None:
         raise ValueError("prompts in words need a tokenizer: pass tokenizer=, or ids")
+    if isinstance(prompt, Mapping):
+        example = read_example(prompt)
+        prompt = example.messages or example.prompt or example.text
     if isinstance(prompt, str):
         return tokenizer(prompt, return_tensors="pt")["input_ids"][0]
-    messages = list(prompt["messages"] if isinstance(prompt, Mapping) else prompt)
+    messages = list(prompt)
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
         raise ValueError(f"a chat without a user turn gives no prompt: {str(messages)[:200]}")
