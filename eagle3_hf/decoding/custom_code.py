@@ -7,7 +7,6 @@ here finds such code, names it, and tells one set of it from another; `proof` tr
 
 import functools
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -66,7 +65,8 @@ def custom_code(target: PreTrainedModel) -> list[CustomCode]:
 def _of_module(target: nn.Module, module: nn.Module) -> Iterator[CustomCode]:
     own = module.__dict__
     place = next(path for path, other in target.named_modules() if other is module) or type(target).__name__
-    for hook in chain(own["_forward_pre_hooks"].values(), own["_forward_hooks"].values()):
+    # Copies at once: another thread may add hooks meanwhile, as ours do around each call.
+    for hook in [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]:
         if _is_custom(hook):
             yield CustomCode(f"the forward hook {_name(hook)} on {place}", hook)
     for method in _METHODS & own.keys():
@@ -79,8 +79,8 @@ def _of_module(target: nn.Module, module: nn.Module) -> Iterator[CustomCode]:
 
 
 def _global_hooks() -> Iterator[Callable]:
-    yield from torch_module._global_forward_pre_hooks.values()
-    yield from torch_module._global_forward_hooks.values()
+    yield from list(torch_module._global_forward_pre_hooks.values())
+    yield from list(torch_module._global_forward_hooks.values())
 
 
 def _is_custom(hook: Any) -> bool:
