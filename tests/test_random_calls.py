@@ -148,14 +148,23 @@ def excuse(call: Call, mine: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def excuse_cutoffs(call: Call, mine: tuple, theirs: tuple) -> None:
-    """Raise `NearTie` if cutoffs left in another token here than there, and the two are equal up to rounding."""
+    """Raise `NearTie` if cutoffs left in another token here than there, the last one before the cut.
+
+    Either two equal tokens have changed places, or the sum up to the cut is the limit itself, up to rounding.
+    """
     for step, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-        moved = torch.isfinite(one) != torch.isfinite(other)
-        if not moved.any():
-            continue
-        here, there = one[moved & torch.isfinite(one)], other[moved & torch.isfinite(other)]
-        if here.shape == there.shape and torch.allclose(here, there, rtol=0, atol=1e-4):
-            raise NearTie(f"{call}: step {step}, cutoffs between {here.tolist()} and {there.tolist()}")
+        moved = is_cut(one) != is_cut(other)
+        for row in moved.any(-1).nonzero().flatten().tolist():
+            here, there = one[row][moved[row] & ~is_cut(one[row])], other[row][moved[row] & ~is_cut(other[row])]
+            same = here.shape == there.shape and torch.allclose(here, there, rtol=0, atol=1e-4)
+            kept, odd = (one[row], here) if len(here) else (other[row], there)
+            if same or (len(here) + len(there) == 1 and kept[~is_cut(kept)].min() == odd):
+                raise NearTie(f"{call}: step {step}, cutoffs between {here.tolist()} and {there.tolist()}")
+
+
+def is_cut(scores: torch.Tensor) -> torch.Tensor:
+    """Cut off, by infinity or, as some processors have it, by the least number."""
+    return scores <= torch.finfo(scores.dtype).min
 
 
 def make_calls(seeds, tokenizer) -> Counter:  # noqa: F811
