@@ -130,7 +130,8 @@ def _try_out(
     known: Ability | None = None,
     custom: Sequence[CustomCode] = (),
 ) -> Ability:
-    """
+    """What a target can verify, by a trial now.
+
     Args:
         known: What is known of the target without custom code, and so the most that it can verify.
         custom: Code to name where it is to blame.
@@ -181,7 +182,7 @@ def _undisturbed(target: PreTrainedModel) -> Iterator[None]:
 class _Trial:
     """Forwards of a target over made-up ids, each on a short cache of its own.
 
-    Logits are `(B * n, V)`: those of all rows, which are alike but for what hooks make of them.
+    All rows are alike but for what hooks make of them.
 
     Args:
         rows: B.
