@@ -12,11 +12,11 @@ import importlib
 
 from transformers import AutoConfig, AutoModel
 
-from .configuration_eagle3 import Eagle3DraftConfig
-from .decoding.candidate import Eagle3Candidate
-from .decoding.seam import disable, enable, enabled
-from .decoding.tree import DraftTree
-from .modeling_eagle3 import Eagle3DraftModel
+from .decoding.draft.candidate import Eagle3Candidate
+from .decoding.draft.tree import DraftTree
+from .decoding.patching import disable, enable, enabled
+from .model.configuration_eagle3 import Eagle3DraftConfig
+from .model.modeling_eagle3 import Eagle3DraftModel
 
 
 __version__ = "0.1.0"

@@ -13,7 +13,7 @@ from .commands.errors import in_words
 from .commands.hub import stay_offline_where_unreachable
 from .commands.models import check_targets
 from .commands.parser import Parser
-from .log import info_shown
+from .utils.logging import info_shown
 
 
 _COMMANDS = (datagen, show_mask, features, train, cost, bench, inspect, convert)

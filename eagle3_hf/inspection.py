@@ -19,11 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .configuration_eagle3 import Eagle3DraftConfig
-from .features import check_target, decoder_blocks, num_target_layers
-from .layouts import HeadDescription, HeadFormatError
-from .loading import canonical_config, check_tensors, describe_head
-from .modeling_eagle3 import Eagle3DraftModel
+from .model.configuration_eagle3 import Eagle3DraftConfig
+from .model.features import check_target, decoder_blocks, num_target_layers
+from .model.loading import canonical_config, check_tensors, describe_head
+from .model.modeling_eagle3 import Eagle3DraftModel
+from .published_formats import HeadDescription, HeadFormatError
 
 
 _VOCABULARY = ("d2t", "t2d")

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
-from eagle3_hf.devices import own_device
-from eagle3_hf.training.data import load_chats, prepare_dataset
-from eagle3_hf.training.tau import MeasureTau
+from eagle3_hf.training.callbacks import MeasureTau
+from eagle3_hf.training.data.encoding import load_chats, prepare_dataset
+from eagle3_hf.utils.devices import own_device
 
 
 # EAGLE and EAGLE-2 weigh the tokens by 0.1 and the regression by 1.

@@ -19,9 +19,9 @@ from transformers.utils import logging
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.commands.errors import in_words
 from eagle3_hf.commands.placement import add_placement, load_target
-from eagle3_hf.devices import place_in_words
 from eagle3_hf.evaluation.bench import TaskResult, compare, encode
-from eagle3_hf.vocab import check_tokenizer
+from eagle3_hf.model.vocab import check_tokenizer
+from eagle3_hf.utils.devices import place_in_words
 
 
 HEAD = Path(__file__).parent / "heads" / "SmolLM2-135M-Instruct-EAGLE3"

@@ -38,10 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from eagle3_hf import Eagle3DraftModel
-    from eagle3_hf.devices import place_in_words
-    from eagle3_hf.evaluation import report
-    from eagle3_hf.evaluation.tasks import load_tasks
+    from .. import Eagle3DraftModel
+    from ..evaluation import report
+    from ..evaluation.tasks import load_tasks
+    from ..utils.devices import place_in_words
 
     trees = [report.parse_tree(tree) for tree in arguments.tree or []]
     if arguments.tasks is None and not arguments.round_cost:

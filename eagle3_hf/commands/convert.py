@@ -38,9 +38,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from transformers import AutoConfig
 
-    from eagle3_hf import Eagle3DraftModel
-    from eagle3_hf.export import check_folder, export_head, needs_target_weights, serve_command
-    from eagle3_hf.inspection import model_class
+    from .. import Eagle3DraftModel
+    from ..export import check_folder, export_head, needs_target_weights, serve_command
+    from ..inspection import model_class
 
     check_output_folder(arguments.output)
     check_folder(arguments.output, arguments.overwrite)  # before anything is loaded

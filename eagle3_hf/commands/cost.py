@@ -40,10 +40,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import torch
 
-    from eagle3_hf import Eagle3DraftModel
-    from eagle3_hf.devices import own_device, place_in_words
-    from eagle3_hf.evaluation.training_cost import Steps, small_target
-    from eagle3_hf.ttt.settings import TTTSettings
+    from .. import Eagle3DraftModel
+    from ..evaluation.training_cost import Steps, small_target
+    from ..ttt.settings import TTTSettings
+    from ..utils.devices import own_device, place_in_words
 
     if arguments.length % arguments.document:
         raise ValueError(f"--length {arguments.length} is no multiple of --document {arguments.document}")
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_memory(steps, arguments: argparse.Namespace) -> None:
-    from eagle3_hf.evaluation.training_cost import memory_table
+    from ..evaluation.training_cost import memory_table
 
     print("Peak MiB of a training step (target, teacher, forward, backward) above models and optimizer.\n")
     print("| T | ours | checkpointed | eager | eager / ours |\n|---|---|---|---|---|", flush=True)
@@ -84,7 +84,7 @@ def _print_time(steps, arguments: argparse.Namespace) -> None:
 
     import torch
 
-    from eagle3_hf.evaluation.training_cost import PARTS, time_table
+    from ..evaluation.training_cost import PARTS, time_table
 
     now = time.process_time if arguments.processor_time else time.perf_counter
     table = time_table(steps, arguments.length, arguments.document, arguments.repeats, now)

@@ -14,8 +14,8 @@ from .values import amount, check_output_folder, count, json_object, path, place
 
 
 if TYPE_CHECKING:
-    from eagle3_hf.training.regeneration import Writer
-    from eagle3_hf.training.writing import WritingSettings
+    from ..training.datagen.local_writer import WritingSettings
+    from ..training.datagen.regeneration import Writer
 
 # Options of one of the two jobs, refused with the other.
 _FOR_PROMPTS = ("split", "about", "server", "model_name", "concurrency", "timeout", "request_extra")
@@ -115,7 +115,7 @@ def _write_chats(arguments: argparse.Namespace) -> int:
     if _part()[1] > 1:
         raise ValueError("one process writes the chats of --num-chats; several can share --prompts")
 
-    from eagle3_hf.training.synthesis import synthesize
+    from ..training.datagen.synthesis import synthesize
 
     target, tokenizer = _load(arguments)
     given = {"max_user_tokens": arguments.max_user_tokens, "top_p": arguments.top_p}
@@ -142,8 +142,8 @@ def _answer_prompts(arguments: argparse.Namespace) -> int:
     if arguments.about and not about:
         raise ValueError(f"{arguments.about} is empty: write a user turn with {{text}} on each line")
 
-    from eagle3_hf.training.regeneration import Regeneration
-    from eagle3_hf.training.writing import WritingSettings
+    from ..training.datagen.local_writer import WritingSettings
+    from ..training.datagen.regeneration import Regeneration
 
     settings = WritingSettings(
         model=arguments.model_name or arguments.model,
@@ -171,11 +171,11 @@ def _answer_prompts(arguments: argparse.Namespace) -> int:
 
 def _writer(arguments: argparse.Namespace, settings: WritingSettings) -> Writer:
     if arguments.server is None:
-        from eagle3_hf.training.writing import TargetWriter
+        from ..training.datagen.local_writer import TargetWriter
 
         return TargetWriter.of(*_load(arguments), settings)
 
-    from eagle3_hf.training.server import ServerWriter
+    from ..training.datagen.openai_client import ServerWriter
 
     given = {"concurrency": arguments.concurrency, "timeout": arguments.timeout}
     options = {name: value for name, value in given.items() if value is not None}
@@ -187,7 +187,7 @@ def _writer(arguments: argparse.Namespace, settings: WritingSettings) -> Writer:
 def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
-    from eagle3_hf.devices import place_in_words
+    from ..utils.devices import place_in_words
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     target = load_target(arguments)

@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from eagle3_hf.devices import place_in_words
-    from eagle3_hf.training.data import prepare_dataset
-    from eagle3_hf.training.sources import load_chats
-    from eagle3_hf.training.store import write_features
+    from ..training.data.encoding import prepare_dataset
+    from ..training.data.sources import load_chats
+    from ..training.targets.feature_store import write_features
+    from ..utils.devices import place_in_words
 
     check_output_folder(arguments.output)
     part = arguments.part or (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _layer_ids(arguments: argparse.Namespace) -> list[int]:
     from transformers import AutoConfig
 
-    from eagle3_hf.features import default_layer_ids, num_blocks
+    from ..model.features import default_layer_ids, num_blocks
 
     text = AutoConfig.from_pretrained(arguments.model).get_text_config()
     return sorted(arguments.layer_ids) if arguments.layer_ids else default_layer_ids(num_blocks(text))
@@ -108,8 +108,8 @@ def _layer_ids(arguments: argparse.Namespace) -> list[int]:
 def _size(rows, arguments: argparse.Namespace, layer_ids: list[int], dtype) -> str:
     from transformers import AutoConfig
 
-    from eagle3_hf.training.packing import token_lengths
-    from eagle3_hf.training.store import projected_bytes
+    from ..training.data.packing import token_lengths
+    from ..training.targets.feature_store import projected_bytes
 
     tokens = sum(token_lengths(rows))
     width = AutoConfig.from_pretrained(arguments.model).get_text_config().hidden_size

@@ -22,7 +22,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from eagle3_hf.inspection import inspect_head
+    from ..inspection import inspect_head
 
     found = inspect_head(arguments.head, arguments.target, **fields(arguments.set))
     print(found)

@@ -94,7 +94,7 @@ def load_target(arguments: argparse.Namespace) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    from eagle3_hf.devices import own_device
+    from ..utils.devices import own_device
 
     spread = arguments.device_map
     processes = int(os.environ.get("WORLD_SIZE", 1))

@@ -24,7 +24,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as warnings spel
 
 def fields(settings: Sequence[str]) -> dict[str, Any]:
     """The fields of `--set`."""
-    from eagle3_hf.configuration_eagle3 import FIELDS
+    from ..model.configuration_eagle3 import FIELDS
 
     found = {}
     for setting in settings:

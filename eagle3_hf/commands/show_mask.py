@@ -44,8 +44,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
-    from eagle3_hf.training.data import MaskSummary, dropped_chats, encode_dataset
-    from eagle3_hf.training.sources import load_chats
+    from ..training.data.encoding import MaskSummary, dropped_chats, encode_dataset
+    from ..training.data.sources import load_chats
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     encoded = encode_dataset(
@@ -89,7 +89,7 @@ def _numbers(encoded: Dataset, arguments: argparse.Namespace) -> list[int]:
 
 
 def _show(number: int, row: dict[str, Any], tokenizer: Any) -> None:
-    from eagle3_hf.training.masks import render_mask
+    from ..training.data.loss_masks import render_mask
 
     print(f"--- chat {number}: {row['length']} tokens, {row['targets']} to learn")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ

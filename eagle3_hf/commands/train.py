@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..devices import own_device
-from ..log import follow_transformers
 from ..training.earlier_run import MERGED
+from ..utils.devices import own_device
+from ..utils.logging import follow_transformers
 from .help import OneSpelling, say_next
 from .hub import stay_offline_where_unreachable
 from .models import check_targets
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         follow_transformers()
     check_output_folder(args.output_dir)
 
-    from eagle3_hf.training.run import train_head
+    from ..training.run import train_head
 
     trainer = train_head(model, data, args, say=partial(print, flush=True))
     if trainer is not None and not data.dry_run and trainer.is_world_process_zero():
@@ -109,7 +109,7 @@ def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
     """Model, data and training arguments from options, or from a yaml or json file whose values options override."""
     from transformers import HfArgumentParser, TrainingArguments
 
-    from eagle3_hf.training.arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
+    from ..training.arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
 
     kinds: Any = [ModelArguments, DataArguments, Eagle3TrainingArguments]
 

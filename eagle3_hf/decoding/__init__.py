@@ -1,0 +1,1 @@
+"""Draft, verify, accept, commit: the loop behind `generate(assistant_model=draft)`."""

@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..layouts import is_head_config
-from ..modeling_eagle3 import Eagle3DraftModel
+from ..model.modeling_eagle3 import Eagle3DraftModel
+from ..published_formats import is_head_config
 
 
 def as_draft(assistant: Any) -> Eagle3DraftModel | None:

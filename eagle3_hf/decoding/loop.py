@@ -14,22 +14,22 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..acceptance import SpeculationStats
-from ..features import FeatureReader, media_token_ids
-from ..modeling_eagle3 import Eagle3DraftModel
-from .abilities import TREE, Ability, Way
-from .callbacks import prefix_free_warpers
-from .candidate import Eagle3Candidate
-from .choosing import FURTHEST_AHEAD, TokenEmitter
-from .draft_rows import DraftRows, PromptMedia, forget, join, prompt_rows, ragged_rows
-from .drafting import TreeSettings
-from .own_code import uncompiled
-from .peers import peers_of
-from .record import StepRecord
+from ..model.features import FeatureReader, media_token_ids
+from ..model.modeling_eagle3 import Eagle3DraftModel
+from .draft.candidate import Eagle3Candidate
+from .draft.growth import TreeSettings
+from .draft.inputs import DraftRows, PromptMedia, forget, join, prompt_rows, ragged_rows
+from .draft.sizing import TreeSizer, ranks_on_path, sizer_of
+from .draft.tree import DraftTree
+from .output.emitter import FURTHEST_AHEAD, TokenEmitter
+from .output.outputs import StepRecord
+from .output.processors import prefix_free_warpers
 from .rows import Rows, depth_of
-from .sizing import TreeSizer, ranks_on_path, sizer_of
-from .target import CACHE_KEY, TargetRun, rope_limits
-from .training_mode import no_random_numbers
-from .tree import DraftTree
+from .target.capability import TREE, Ability, Way
+from .target.compiled_code import uncompiled
+from .target.runner import CACHE_KEY, TargetRun, rope_limits
+from .target.synced_gpus import peers_of
+from .target.training_mode import no_random_numbers
 from .verification import Walk
 
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from .attentions import Place, step_attentions, step_states
-from .choosing import TokenEmitter
-from .target import TargetRun
+from .output.attentions import Place, step_attentions, step_states
+from .output.emitter import TokenEmitter
+from .target.runner import TargetRun
 from .verification import Walk, greedy_choices
 
 

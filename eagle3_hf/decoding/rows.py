@@ -8,11 +8,11 @@ from contextlib import suppress
 
 import torch
 
-from ..features import FeatureReader
-from .choosing import TokenEmitter
+from ..model.features import FeatureReader
+from .draft.tree import DraftTree
 from .node_choices import NodeChoices
-from .target import TargetRun
-from .tree import DraftTree
+from .output.emitter import TokenEmitter
+from .target.runner import TargetRun
 from .verification import Walk
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from .tree import HostTree
+from .draft.tree import HostTree
 
 
 class Walk:

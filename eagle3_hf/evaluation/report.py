@@ -5,9 +5,9 @@ import os
 import torch
 from tqdm.auto import tqdm
 
-from ..decoding.candidate import tree_settings
-from ..tree_settings import given_tree
-from ..vocab import check_tokenizer
+from ..decoding.draft.candidate import tree_settings
+from ..model.tree_settings import given_tree
+from ..model.vocab import check_tokenizer
 from .bench import TREE_FIELDS, TaskResult, compare, encode, round_cost
 from .tasks import load_tasks
 

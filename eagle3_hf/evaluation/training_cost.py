@@ -19,9 +19,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ..features import FeatureReader
-from ..modeling_eagle3 import Eagle3DraftModel
-from ..training.teacher import Teacher
+from ..model.features import FeatureReader
+from ..model.modeling_eagle3 import Eagle3DraftModel
+from ..training.targets.teacher import Teacher
 from ..ttt.attention import TTTAttention
 from ..ttt.loss import IGNORE_INDEX, supervised_mask
 from ..ttt.settings import TTTSettings

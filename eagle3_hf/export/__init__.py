@@ -3,7 +3,7 @@
 from .card import card_text, serve_command, write_card
 from .errors import ExportError
 from .head import FORMATS, check_folder, export_head, needs_target_weights
-from .obstacles import ENGINES, obstacles
+from .unsupported import ENGINES, obstacles
 
 
 __all__ = [

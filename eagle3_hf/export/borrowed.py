@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..features import call_at_home
+from ..model.features import call_at_home
 from .errors import ExportError
 
 

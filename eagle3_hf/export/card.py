@@ -17,11 +17,11 @@ from typing import Any
 from huggingface_hub import CardData, ModelCard, ModelCardData
 from transformers import GenerationConfig
 
-from ..configuration_eagle3 import Eagle3DraftConfig
-from ..log import get_logger
-from ..tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
+from ..model.configuration_eagle3 import Eagle3DraftConfig
+from ..model.tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
+from ..utils.logging import get_logger
 from .engines import CHAIN
-from .obstacles import ENGINES, has_windows, obstacles
+from .unsupported import ENGINES, has_windows, obstacles
 
 
 logger = get_logger(__name__)

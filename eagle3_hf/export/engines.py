@@ -5,9 +5,9 @@ Layer ids are `hidden_states` indices here and in vLLM and speculators; SGLang c
 
 from typing import Any
 
-from ..configuration_eagle3 import Eagle3DraftConfig
-from ..layouts import TARGET_KEYS
-from .obstacles import SGLANG_KEEPS_IDS, has_windows
+from ..model.configuration_eagle3 import Eagle3DraftConfig
+from ..published_formats import TARGET_KEYS
+from .unsupported import SGLANG_KEEPS_IDS, has_windows
 
 
 # What vLLM and a served head's commands draft a round unless told otherwise: a chain of three.

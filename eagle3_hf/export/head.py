@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..configuration_eagle3 import Eagle3DraftConfig
-from ..features import check_target, num_target_layers
-from ..log import get_logger
-from ..offload import require_resident
+from ..model.configuration_eagle3 import Eagle3DraftConfig
+from ..model.features import check_target, num_target_layers
+from ..model.offload import require_resident
+from ..utils.logging import get_logger
 from . import borrowed
 from .card import CARD_FILE, looks_like_hub_id, write_card
 from .engines import engine_tensor_name, sglang_config, speculators_config, vllm_config
 from .errors import ExportError
-from .obstacles import ENGINES, obstacles
+from .unsupported import ENGINES, obstacles
 
 
 logger = get_logger(__name__)

@@ -1,0 +1,1 @@
+"""`Eagle3Trainer` and a whole training run."""

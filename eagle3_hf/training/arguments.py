@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
-from ..configuration_eagle3 import FIELDS
-from ..log import get_logger
+from ..model.configuration_eagle3 import FIELDS
 from ..ttt.settings import ATTENTIONS, LOSS_TYPES, TTTSettings
+from ..utils.logging import get_logger
 
 
 logger = get_logger(__name__)

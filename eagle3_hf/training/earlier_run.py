@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..configuration_eagle3 import Eagle3DraftConfig
+from ..model.configuration_eagle3 import Eagle3DraftConfig
 from .arguments import Eagle3TrainingArguments, ModelArguments
-from .checkpoints import read_state, tear
+from .resume import read_state, tear
 
 
 SHAPE = ("draft_vocab_size", "target_layer_ids", "hidden_size", "intermediate_size", "num_hidden_layers")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..acceptance import simulated_acceptance_length
-from ..modeling_eagle3 import Eagle3DraftOutput
+from ..model.modeling_eagle3 import Eagle3DraftOutput
 
 
 class StepSums:

@@ -8,20 +8,20 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
-from ..configuration_eagle3 import Eagle3DraftConfig
-from ..devices import place_in_words
-from ..features import target_vocab_size
-from ..log import get_logger
-from ..modeling_eagle3 import Eagle3DraftModel
+from ..model.configuration_eagle3 import Eagle3DraftConfig
+from ..model.features import target_vocab_size
+from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..ttt.loss import IGNORE_INDEX
+from ..utils.devices import place_in_words
+from ..utils.logging import get_logger
 from .arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
-from .checkpoints import last_whole_checkpoint
+from .callbacks import MeasureTau, sample_prompts
+from .data.packing import PackedDataset, only_labels
+from .data.sources import load_chats
 from .earlier_run import MERGED, SHAPE, EarlierRun, find_earlier_run, refuse_to_overwrite
-from .packing import PackedDataset, only_labels
-from .sources import load_chats
+from .resume import last_whole_checkpoint
 from .start import warn_of_few_steps
-from .stored import StoredFeatures
-from .tau import MeasureTau, sample_prompts
+from .targets.stored_features import StoredFeatures
 from .trainer import Eagle3Trainer
 
 

@@ -2,7 +2,7 @@
 
 from transformers import TrainerCallback
 
-from ..log import get_logger
+from ..utils.logging import get_logger
 from .arguments import Eagle3TrainingArguments
 from .metrics import StepSums
 

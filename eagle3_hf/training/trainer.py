@@ -17,25 +17,25 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from ..export.card import write_card
-from ..features import require_own_tokens
-from ..log import get_logger
-from ..modeling_eagle3 import Eagle3DraftModel
-from ..offload import require_resident
+from ..model.features import require_own_tokens
+from ..model.modeling_eagle3 import Eagle3DraftModel
+from ..model.offload import require_resident
 from ..ttt.loss import IGNORE_INDEX
 from ..ttt.settings import TTTSettings
+from ..utils.logging import get_logger
 from .adapter_card import write_adapter_card
 from .arguments import Eagle3TrainingArguments
-from .checkpoints import last_whole_checkpoint, require_whole, steps_of
-from .collator import Eagle3DataCollator, check_batch
-from .data import as_tokenizer
-from .finite import FiniteWatch
+from .callbacks import MeasureTau
+from .data.collator import Eagle3DataCollator, check_batch
+from .data.encoding import as_tokenizer
+from .data.packing import PackedDataset, token_lengths
+from .data.prepare import pad_token_id, prepare, settle_tokenizer, settle_vocabulary
 from .metrics import StepSums, step_metrics
-from .packing import PackedDataset, token_lengths
-from .preparation import pad_token_id, prepare, settle_tokenizer, settle_vocabulary
+from .nan_guard import FiniteWatch
+from .resume import last_whole_checkpoint, require_whole, steps_of
 from .start import AtTheStart
-from .stored import StoredFeatures
-from .tau import MeasureTau
-from .teacher import Teacher
+from .targets.stored_features import StoredFeatures
+from .targets.teacher import Teacher
 
 
 logger = get_logger(__name__)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..log import get_logger
+from ..utils.logging import get_logger
 from .blocks import Block, blocks_of
 from .eager import ttt_attention
 from .kernels import Kernel, States, kernel_for

@@ -1,0 +1,275 @@
+"""`Eagle3Candidate`: target features in, draft tree out; the draft's cache is kept between rounds."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ...model.attention import CachedAttention, DraftCache
+from ...model.modeling_eagle3 import Eagle3DraftModel
+from ...model.offload import home_of
+from ...model.tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
+from ...utils.logging import get_logger
+from ..coupling import Noise
+from .growth import NoiseRanking, Ranking, TreeGrower, TreeSettings, greedy_ranking
+from .tree import DraftTree
+
+
+logger = get_logger(__name__)
+
+_TRIAL_ROUNDS = 64
+_TRIAL_ACCEPTED = 0.1
+
+
+class Eagle3Candidate(CandidateGenerator):
+    """Drafts for one `generate` call.
+
+    Our own loop calls `draft_tree`; `get_candidates` keeps the contract of transformers' candidate generators (the
+    best chain, batch 1) for the stock loop. Both use the same cache and the same growth.
+
+    Args:
+        target: The target, from which missing parts of the draft are borrowed for this object's life.
+        draft: The head; its dtype, device and mode stay as they are.
+        settings: Tree size; what `tree_settings` finds when `None`.
+        noise: The noise that sampling will use; `None` for greedy decoding.
+        warpers: The call's prefix-free warpers, for the draft's probabilities when sampling.
+        start_position: Position of the first row that will be fed (> 0 when an older cache is continued).
+        pad_token_id: For padding nodes.
+        use_noise: See [`NoiseRanking`].
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides = {"output_hidden_states": True}
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: Eagle3DraftModel,
+        settings: TreeSettings | None = None,
+        noise: Noise | None = None,
+        warpers: Sequence[Callable] = (),
+        start_position: int = 0,
+        pad_token_id: int = 0,
+        use_noise: bool = True,
+    ):
+        draft._require_vocabulary("drafting")
+        draft.check_target(target)
+        self.draft = draft
+        self._device = home_of(draft)
+        self.settings = settings or tree_settings(draft, target)
+        self._start = start_position
+        self._cache = DraftCache(draft.config.num_hidden_layers, draft_window(draft))
+        self._last: torch.Tensor | None = None  # (B, 1, H) output at the last committed row
+        self._next: int | torch.Tensor = start_position  # position behind that row, (B, 1) where batch rows differ
+        self._borrowed = draft.borrow(target)
+        self._ranking: Ranking = greedy_ranking
+        if noise is not None:
+            self._ranking = NoiseRanking(noise, draft.draft_vocab_ids(), warpers, use_noise)
+        self._grower = TreeGrower(draft, self._borrowed, self._ranking, pad_token_id)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+        embeds: torch.Tensor | None = None,
+        embedded: torch.Tensor | None = None,
+    ) -> None:
+        """Feed newly committed rows.
+
+        Args:
+            features: (B, n, A * Ht) target features of n consecutive tokens.
+            tokens: (B, n) the token *after* each of them; the last one is the root of the next tree.
+            positions: (B, n) where batch rows differ; else they follow the rows before.
+            valid: (B, n) bool, which of them exist where batch rows differ; with `positions`.
+            embeds: (B, n, H) what the target was given in place of some tokens, such as parts of an image.
+            embedded: (B, n) bool, of which ones; with `embeds`.
+        """
+        device = self._device
+        tokens = tokens.to(device)
+        # A row that overflowed must not spoil all that will attend to it: one bad guess, not the rest of the call.
+        hidden = self.draft.fuse(features.to(device)).nan_to_num()
+        visible = None
+        if positions is None or valid is None:
+            first = self._start + self._cache.length
+            positions = torch.arange(first, first + tokens.shape[1], device=device).expand_as(tokens)
+            self._next = first + tokens.shape[1]
+        else:
+            positions, valid = positions.to(device), valid.to(device)
+            visible = self._visible(valid)
+        attend = CachedAttention(self._cache, visible)
+        output = self.draft.run_layers(hidden, self._embed(tokens, embeds, embedded), positions, attend)
+        self._cache.commit()
+        if valid is None:
+            self._last = output[:, -1:]
+        else:
+            self._cache.mark(positions, valid)
+            self._take_last(output, positions, valid)
+        self._watch_length()
+
+    def _embed(self, tokens: torch.Tensor, embeds: torch.Tensor | None, embedded: torch.Tensor | None) -> torch.Tensor:
+        """(B, n, H): the tokens' embeddings, or what stands in their place."""
+        if embeds is None or embedded is None or embeds.shape[-1] != self.draft.config.hidden_size:
+            return self._borrowed.embed(tokens)
+        embedded = embedded.to(tokens.device)
+        # Such an id may lie outside the vocabulary.
+        own = self._borrowed.embed(tokens.masked_fill(embedded, 0))
+        return torch.where(embedded[..., None], embeds.to(own.device, own.dtype), own)
+
+    def _visible(self, valid: torch.Tensor) -> torch.Tensor:
+        """(B, 1, n, past + n): each new row sees the rows that exist before it, and itself so as to see something."""
+        rows, count = valid.shape
+        past = self._cache.valid
+        if past is None:
+            past = valid.new_ones(rows, self._cache.length)
+        among = torch.ones(count, count, dtype=torch.bool, device=valid.device).tril()
+        among = (among & valid[:, None]) | torch.eye(count, dtype=torch.bool, device=valid.device)
+        return torch.cat([past[:, None].expand(-1, count, -1), among], dim=-1)[:, None]
+
+    def _take_last(self, output: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> None:
+        """Each batch row's last existing row; where there is no new one, what was the last before."""
+        count = valid.shape[1]
+        index = (valid * torch.arange(1, count + 1, device=valid.device)).amax(1, keepdim=True)
+        at = (index - 1).clamp(min=0)
+        last = output.gather(1, at[..., None].expand(-1, -1, output.shape[-1]))
+        following = positions.gather(1, at) + 1
+        if self._last is not None:
+            last = torch.where((index > 0)[..., None], last, self._last)
+            following = torch.where(index > 0, following, self._next)
+        self._last, self._next = last, following
+
+    def watch(self, accepted: int) -> None:
+        """Warn once about a head whose first rounds accept next to nothing: it runs, but something is wrong."""
+        rounds, total = self.draft._trial[0] + 1, self.draft._trial[1] + accepted
+        self.draft._trial = (rounds, total)
+        if rounds == _TRIAL_ROUNDS and total < _TRIAL_ACCEPTED * rounds:
+            logger.warning(
+                f"The draft head had {total} drafts accepted in its first {rounds} rounds. The text is still the "
+                f"target's, but not sooner. Likely causes: wrong target_layer_ids (now "
+                f"{self.draft.config.target_layer_ids}), "
+                f"wrong rope_parameters (now {self.draft.config.rope_parameters}), or a head for another target."
+            )
+
+    def _watch_length(self) -> None:
+        """Warn once about a head that is used at positions it has not been trained at."""
+        trained = self.draft.config.max_position_embeddings
+        # Holes of batch rows count in the first number, which only saves a wait for the device.
+        if (
+            self.draft._warned_of_length
+            or self._start + self._cache.length <= trained
+            or int(self._furthest()) <= trained
+        ):
+            return
+        self.draft._warned_of_length = True
+        logger.warning(
+            f"The draft head was made for {trained} positions (max_position_embeddings), and the text goes beyond. "
+            "It is still the target's text; the head may guess less of it from here on."
+        )
+
+    def _furthest(self) -> int | torch.Tensor:
+        return self._next.max() if isinstance(self._next, torch.Tensor) else self._next
+
+    def forget(self, row: int, position: int) -> None:
+        """One batch row takes back what it had from this position on; it must be fed before it drafts again."""
+        self._cache.forget(row, position)
+
+    def look_ahead(self, offsets: list[int]) -> None:
+        """How many sampling steps each batch row is ahead of the generator."""
+        if isinstance(self._ranking, NoiseRanking):
+            self._ranking.offsets = offsets
+
+    @torch.no_grad()
+    def draft_tree(
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        max_depth: int | None = None,
+        positions: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+        roots: torch.Tensor | None = None,
+        embeds: torch.Tensor | None = None,
+        embedded: torch.Tensor | None = None,
+    ) -> DraftTree:
+        """Feed newly committed rows (see `extend`) and grow the tree below the last token.
+
+        Args:
+            max_depth: Deepest level that could still be used; 0 gives the root alone.
+            roots: (B, 1) the last token of each batch row where these differ in length; else the last of `tokens`.
+        """
+        media = {} if embeds is None else {"embeds": embeds, "embedded": embedded}
+        self.extend(features, tokens, positions, valid, **media)
+        roots = tokens[:, -1:] if roots is None else roots
+        if max_depth is not None and max_depth < 1:
+            return DraftTree.root_only(roots)
+        settings = self.settings.capped(max_depth or self.settings.depth)
+        return self._grower.grow(self._last, roots.to(self._last.device), self._cache, self._next, settings)
+
+    def get_candidates(  # type: ignore[override]
+        self, input_ids: torch.Tensor, model_outputs=None, is_first_iteration=None, n_last_matches=None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The best drafted chain behind `input_ids` (1, T), for transformers' own loop.
+
+        The first call returns `input_ids` unchanged, so that the target prefills and gives features.
+        """
+        if is_first_iteration or model_outputs is None:
+            return input_ids, None
+        features = self._stock_features(model_outputs.hidden_states)
+        new_rows = features.shape[1] if self._last is None else int(n_last_matches) + 1
+        tree = self._chain().draft_tree(features[:, :new_rows], input_ids[:, -new_rows:])
+        return torch.cat([input_ids, tree.tokens[:, 1:].to(input_ids.device)], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """The tree's size is fixed for a call."""
+
+    def _chain(self) -> "Eagle3Candidate":
+        if self.settings.top_k > 1:
+            self.settings = TreeSettings(self.settings.depth, self.settings.depth, 1)
+        return self
+
+    def _stock_features(self, hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
+        ids = self.draft.config.target_layer_ids
+        if ids[-1] == len(hidden_states) - 1:
+            raise ValueError(
+                f"hidden_states index {ids[-1]} is the last one, which transformers' own loop only gives after the "
+                "final norm: pass the draft as assistant_model= instead"
+            )
+        return torch.cat([hidden_states[i].to(hidden_states[ids[-1]].device) for i in ids], dim=-1)
+
+
+def draft_window(draft: Eagle3DraftModel) -> int | None:
+    """Rows that the draft looks back, by its generation config; `None` for all."""
+    window = getattr(draft.generation_config, "assistant_window", None)
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"assistant_window must be None or an int of at least 1, got {window!r}")
+    return window
+
+
+def tree_settings(
+    draft: Eagle3DraftModel, target: PreTrainedModel, num_assistant_tokens: int | str | None = None
+) -> TreeSettings:
+    """The draft's own settings, with a call's number of nodes instead of its own when given.
+
+    Where neither sets anything, the size is chosen by the target's device; where only some fields are set, the paper's
+    tree has the others. `"auto"` for the number of nodes makes the settings the limits of what `sizing` chooses.
+    """
+    given = given_tree(draft.generation_config)
+    if num_assistant_tokens is not None:
+        given["num_assistant_tokens"] = num_assistant_tokens
+    at_most = given.get("num_assistant_tokens") == "auto"
+    tree = {**PAPER_TREE, **given} if given else _default_tree(target)
+    num_nodes = PAPER_TREE["num_assistant_tokens"] if at_most else tree["num_assistant_tokens"]
+    return TreeSettings(num_nodes, tree["assistant_tree_depth"], tree["assistant_tree_top_k"], at_most)
+
+
+def _default_tree(target: PreTrainedModel) -> dict[str, int]:
+    """By where the target's weights are; offloaded ones are nowhere, and dear enough to fetch for a large tree."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in target.parameters())
+    tree, where = (CPU_TREE, "its target is on a CPU") if on_cpu else (PAPER_TREE, "its target is on an accelerator")
+    logger.info_once(
+        f"The draft head has no tree settings and {where}: it drafts {in_words(tree)} (nodes / levels / children). To "
+        f"choose another tree, set {', '.join(PAPER_TREE)} on draft.generation_config."
+    )
+    return tree

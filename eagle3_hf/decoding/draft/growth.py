@@ -1,0 +1,233 @@
+"""Growing a dynamic draft tree: expand the most promising nodes level by level, then keep the best of all.
+
+The paper's drafting (EAGLE-2, arXiv 2406.16858, section 4; unchanged in EAGLE-3): a node's score is the sum of its
+path's increments, each level expands the best `top_k` nodes of the level before, and the tree is the best nodes of the
+whole pool. Scores are float32 and every increment is at most 0, so a kept node's parent is always kept.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ...model.attention import CachedAttention, DraftCache
+from ...model.modeling_eagle3 import Borrowed, Eagle3DraftModel
+from ..coupling import Noise
+from .tree import DraftTree, select
+
+
+@dataclass(frozen=True)
+class TreeSettings:
+    """How large a tree may grow.
+
+    Args:
+        num_nodes: Drafted nodes kept, the root not counted.
+        depth: Levels, the longest drafted chain.
+        top_k: Children of an expanded node, and nodes expanded a level; 1 is a chain.
+        at_most: These are limits; what pays within them is found out round by round (see `sizing`).
+    """
+
+    num_nodes: int
+    depth: int
+    top_k: int
+    at_most: bool = False
+
+    def __post_init__(self):
+        names = {"num_nodes": "num_assistant_tokens", "depth": "assistant_tree_depth", "top_k": "assistant_tree_top_k"}
+        for attribute, name in names.items():
+            value = getattr(self, attribute)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                auto = "'auto' or " if name == "num_assistant_tokens" else ""
+                raise ValueError(f"{name} must be {auto}an int of at least 1, got {value!r}")
+
+    def capped(self, depth: int) -> "TreeSettings":
+        """At most `depth` levels, and no more nodes than the pool can hold."""
+        depth = min(self.depth, depth)
+        pool = self.top_k + (depth - 1) * self.top_k**2
+        return replace(self, depth=depth, num_nodes=min(self.num_nodes, pool))
+
+
+# From the draft's logits (B, R, D) of one level, and the level (0 = the children of the root), to the increments that
+# rank the children and the draft's own log-probabilities, both (B, R, D) float32 and at most 0.
+Ranking = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def greedy_ranking(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank by the draft's own probability."""
+    log_probs = logits.float().log_softmax(-1)
+    return log_probs, log_probs
+
+
+class NoiseRanking:
+    """Rank by what the coming noise makes of the draft's probabilities.
+
+    The target will choose `argmax(p / e)` with a known `e` (see `noise.py`); the best guess of it is `argmax(q / e)`.
+    An increment is the log-softmax of `log q - log e`, hence at most 0.
+
+    Args:
+        noise: The run's noise.
+        draft_ids: (D,) target ids of the draft vocabulary.
+        warpers: The call's own temperature and cutoffs, applied to the draft's logits as to the target's.
+        use_noise: `False` ranks by the warped `q` alone, to measure what knowing the noise is worth.
+    """
+
+    def __init__(self, noise: Noise, draft_ids: torch.Tensor, warpers: Sequence[Callable], use_noise: bool = True):
+        self._noise = noise
+        self._draft_ids = draft_ids
+        self._warpers = warpers
+        self._use_noise = use_noise
+        self.offsets: list[int] | None = None  # steps that each batch row is ahead of the generator; None: all 0
+        # Ids that a processor has cut off the end of the scores: nothing will choose them.
+        self._missing = max(0, int(draft_ids.max()) + 1 - noise.vocab_size)
+
+    def __call__(self, logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = logits.float().flatten(0, -2)
+        # Some warpers raise on NaN, which is the text's business and not the draft's: such a row is only pruned.
+        broken = ~rows.amax(-1, keepdim=True).isfinite()
+        rows = rows.masked_fill(broken, 0.0)
+        for warper in self._warpers:
+            rows = warper(None, rows)
+        log_probs = rows.log_softmax(-1).masked_fill(broken, -torch.inf).view(logits.shape)
+        if not self._use_noise:
+            return log_probs, log_probs
+        noise = self._coming(level).to(logits.device)
+        if self._missing:
+            noise = nn.functional.pad(noise, (0, self._missing), value=torch.inf)
+        race = noise[:, self._draft_ids]
+        return (log_probs - race.log()[:, None]).log_softmax(-1), log_probs
+
+    def _coming(self, level: int) -> torch.Tensor:
+        """The noise (B, V) of each row's own step."""
+        if self.offsets is None or not any(self.offsets):
+            return self._noise.peek(level)
+        coming = self._noise.peek_at([ahead + level for ahead in self.offsets])
+        return torch.stack([noise[row] for row, noise in enumerate(coming)])
+
+
+@dataclass
+class _Pool:
+    """Every candidate of the growing tree, level by level: (B, M) each."""
+
+    tokens: list[torch.Tensor]
+    parents: list[torch.Tensor]
+    scores: list[torch.Tensor]
+    log_probs: list[torch.Tensor]
+    size: int = 0
+
+    def add(self, tokens, parents, scores, log_probs) -> None:
+        self.tokens.append(tokens)
+        self.parents.append(parents)
+        self.scores.append(scores)
+        self.log_probs.append(log_probs)
+        self.size += tokens.shape[1]
+
+
+@dataclass
+class _Frontier:
+    """The nodes that the next level expands: (B, R) each, and their features (B, R, H)."""
+
+    tokens: torch.Tensor
+    pool_index: torch.Tensor
+    scores: torch.Tensor
+    log_probs: torch.Tensor
+    hidden: torch.Tensor
+    seen: torch.Tensor  # (B, R, rows) bool: tree rows of the draft's cache that each node sees, itself last
+
+
+class TreeGrower:
+    """Grows one tree behind the committed rows of the draft's cache, and leaves the cache as it was."""
+
+    def __init__(self, draft: Eagle3DraftModel, borrowed: Borrowed, ranking: Ranking, pad_token_id: int = 0):
+        self.draft = draft
+        self.borrowed = borrowed
+        self.ranking = ranking
+        self.pad_token_id = pad_token_id
+
+    def grow(
+        self,
+        hidden: torch.Tensor,
+        root_tokens: torch.Tensor,
+        cache: DraftCache,
+        position: int | torch.Tensor,
+        settings: TreeSettings,
+    ) -> DraftTree:
+        """The tree below the root.
+
+        Args:
+            hidden: (B, 1, H) the draft's output, before the final norm, at its last committed row.
+            root_tokens: (B, 1) last committed token, the one that row was fed.
+            cache: The draft's rows so far.
+            position: Of the first level's rows, (B, 1) where rows differ: every node of a level has the same.
+            settings: Already capped.
+        """
+        children = min(settings.top_k, self.draft.config.draft_vocab_size)
+        pool = _Pool([], [], [], [])
+        frontier = self._first_level(hidden, children, pool)
+        for level in range(1, settings.depth):
+            output = self._pass(frontier, cache, position + level - 1)
+            frontier = self._next_level(frontier, output, level, children, pool)
+        cache.rollback()
+        return select(
+            torch.cat(pool.tokens, 1),
+            torch.cat(pool.parents, 1),
+            torch.cat(pool.scores, 1),
+            torch.cat(pool.log_probs, 1),
+            root_tokens,
+            settings.num_nodes,
+            self.pad_token_id,
+        )
+
+    def _best_children(self, hidden: torch.Tensor, level: int, children: int):
+        """Of each row (B, R, H): tokens, rank increments and draft log-probabilities (B, R, children)."""
+        increments, log_probs = self.ranking(self.draft.compute_logits(hidden, self.borrowed), level)
+        best, ids = increments.topk(children, dim=-1)
+        # A NaN logit makes its whole row NaN: that branch is pruned, and no id comes from it. What a cutoff ruled out
+        # stays -inf, so that it is never kept.
+        best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        return self.draft.draft_to_target(ids), best, log_probs.gather(-1, ids)
+
+    def _first_level(self, hidden: torch.Tensor, children: int, pool: _Pool) -> _Frontier:
+        tokens, scores, log_probs = (part.squeeze(1) for part in self._best_children(hidden, 0, children))
+        pool.add(tokens, torch.full_like(tokens, -1), scores, log_probs)
+        batch, device = tokens.shape[0], tokens.device
+        return _Frontier(
+            tokens=tokens,
+            pool_index=torch.arange(children, device=device).expand(batch, -1),
+            scores=scores,
+            log_probs=log_probs,
+            hidden=self.draft.feedback(hidden).expand(-1, children, -1),
+            seen=torch.eye(children, dtype=torch.bool, device=device).expand(batch, -1, -1),
+        )
+
+    def _pass(self, frontier: _Frontier, cache: DraftCache, position: int | torch.Tensor) -> torch.Tensor:
+        """One pass of the draft over the frontier: (B, R, H) before the final norm."""
+        past = frontier.seen.new_ones(()) if cache.valid is None else cache.valid[:, None]
+        past = past.expand(*frontier.seen.shape[:2], cache.length)
+        visible = torch.cat([past, frontier.seen], dim=-1)[:, None]
+        positions = torch.zeros_like(frontier.tokens) + position
+        embeds = self.borrowed.embed(frontier.tokens)
+        return self.draft.run_layers(frontier.hidden, embeds, positions, CachedAttention(cache, visible))
+
+    def _next_level(
+        self, frontier: _Frontier, output: torch.Tensor, level: int, children: int, pool: _Pool
+    ) -> _Frontier:
+        batch, rows = frontier.tokens.shape
+        tokens, increments, own = self._best_children(output, level, children)
+        scores = (frontier.scores[..., None] + increments).flatten(1)
+        log_probs = (frontier.log_probs[..., None] + own).flatten(1)
+        tokens = tokens.flatten(1)
+        first = pool.size
+        pool.add(tokens, frontier.pool_index.repeat_interleave(children, dim=1), scores, log_probs)
+        best, chosen = scores.topk(rows, dim=1)
+        row = chosen // children
+        new = torch.eye(rows, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+        seen = frontier.seen.gather(1, row[..., None].expand(-1, -1, frontier.seen.shape[2]))
+        return _Frontier(
+            tokens=tokens.gather(1, chosen),
+            pool_index=first + chosen,
+            scores=best,
+            log_probs=log_probs.gather(1, chosen),
+            hidden=self.draft.feedback(output).gather(1, row[..., None].expand(-1, -1, output.shape[2])),
+            seen=torch.cat([seen, new], dim=-1),
+        )

@@ -1,0 +1,303 @@
+"""How large a tree pays on this machine, for this target, batch and context; none where no tree does.
+
+A tree is worth `(1 + accepted) / seconds` tokens a second and row, to draft and verify it; a plain step `1 / seconds`.
+Seconds are measured: every round is a measurement of its own size, other sizes lie on the line through those known.
+What a smaller tree would have accepted is known exactly, since trees are nested: it holds the best nodes of the larger
+one, so that the *ranks* of the accepted nodes say it all. For larger trees it is guessed, on the bright side, and a
+guess that looks better by more than a little is tried.
+
+Whatever is decided here, the text is the same. Seconds are handed in, so that nothing here knows a clock.
+"""
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Hashable, Sequence
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ...utils.logging import get_logger
+from .growth import TreeSettings
+
+
+logger = get_logger(__name__)
+
+_NODES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 59)
+_TOKENS_TRIED = 12  # nodes of all rows of the first trees
+_ENOUGH = 3  # measurements of one kind, so that the median forgives one that was disturbed
+_KEPT = 7
+_WALKS_TO_STOP, _WALKS_TO_CHANGE = 24, 64  # between two decisions
+_BETTER = 1.1  # another size must promise that much: a few dozen walks tell no finer difference
+_HOPELESS = 0.9  # of plain decoding's speed: drafting stops after the fewer walks
+_WORTH_IT = 1.04  # the same, for drafting to be switched on again
+_LARGER = 8  # one round in so many has a larger tree, to know what that would accept
+_FIRST_PAUSE, _LONGEST_PAUSE = 128, 8192  # plain steps before drafting is tried again, doubled each time
+_PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew, where the gain is small
+_SMALL_GAIN = 1.25
+_RECENT = 256  # rounds; what is older counts half, a quarter, ...
+# Beliefs before anything is known, and how many rounds they weigh: how often the best node is right, how often a level
+# is where the one above was, and by which power of their number more nodes are.
+_FIRST, _LIKELY, _MORE_NODES, _BELIEF = 0.5, 0.6, 0.15, 2.0
+
+
+class Costs:
+    """Seconds by size: medians of the last few measurements."""
+
+    def __init__(self, older: "Costs | None" = None):
+        self._verify: dict[int, deque[float]] = {}
+        self._draft: dict[tuple[int, int], deque[float]] = {}
+        if older is not None:
+            self._verify = {nodes: deque(kept, _KEPT) for nodes, kept in older._verify.items()}
+            self._draft = {size: deque(kept, _KEPT) for size, kept in older._draft.items()}
+
+    def add(self, nodes: int, verify: float) -> None:
+        """A verification of `nodes` drafted nodes a row; 0 is a plain step."""
+        self._verify.setdefault(nodes, deque(maxlen=_KEPT)).append(verify)
+
+    def add_draft(self, depth: int, top_k: int, seconds: float) -> None:
+        self._draft.setdefault((depth, top_k), deque(maxlen=_KEPT)).append(seconds)
+
+    def count(self, nodes: int) -> int:
+        return len(self._verify.get(nodes, ()))
+
+    def verify(self, nodes: int) -> float:
+        """Measured, or on the line through the two nearest sizes that are."""
+        if nodes in self._verify:
+            return median(self._verify[nodes])
+        known = sorted(self._verify, key=lambda other: abs(other - nodes))[:2]
+        if len(known) < 2:
+            return median(self._verify[known[0]])
+        low, high = sorted(known)
+        begin, end = median(self._verify[low]), median(self._verify[high])
+        slope = max(0.0, (end - begin) / (high - low))
+        return max(begin + slope * (nodes - low), min(begin, end))
+
+    def draft(self, depth: int, top_k: int) -> float:
+        """Measured, or in proportion to the levels of the nearest size that is; wider levels cost a little more."""
+        if not self._draft:
+            return 0.0
+        near = min(self._draft, key=lambda other: (abs(other[1] - top_k), abs(other[0] - depth)))
+        return median(self._draft[near]) * depth / near[0] * (8 + top_k) / (8 + near[1])
+
+
+class Acceptance:
+    """
+    How often trees of each size are right down to each level.
+
+    Kept as shares of the rounds in which the accepted node of a level is among the best `n` nodes, but not among the
+    next fewer: so two sizes are compared by the rounds that tell them apart, and the luck of a text cancels out.
+    """
+
+    def __init__(self, nodes: Sequence[int], depth: int):
+        self._nodes = nodes
+        self._depth = depth
+        self._tried = [[0.0] * depth for _ in nodes]
+        self._right = [[0.0] * depth for _ in nodes]
+        self._rounds = 0
+
+    def add(self, nodes: int, depth: int, ranks: Sequence[int]) -> None:
+        """
+        One walk through a tree.
+
+        Args:
+            nodes, depth: Of the tree.
+            ranks: The accepted nodes' places, from 1, among all nodes by score; the first level first.
+        """
+        self._rounds += 1
+        if self._rounds % _RECENT == 0:
+            self._tried, self._right = (
+                [[x / 2 for x in row] for row in table] for table in (self._tried, self._right)
+            )
+        for size, tried in zip(self._nodes, self._tried, strict=True):
+            if size <= nodes:
+                for level in range(min(depth, self._depth)):
+                    tried[level] += 1
+        for level, rank in enumerate(ranks[: self._depth]):
+            self._right[bisect_left(self._nodes, min(rank, self._nodes[-1]))][level] += 1
+
+    def expected(self) -> dict[int, list[float]]:
+        """Of each number of nodes: drafts accepted a round with at most 0, 1, 2, ... levels."""
+        table, reach, before = {}, [0.0] * self._depth, 0
+        for size, tried, right in zip(self._nodes, self._tried, self._right, strict=True):
+            believed = _FIRST if not before else reach[0] * ((size / before) ** _MORE_NODES - 1)
+            for level in range(self._depth):
+                share = (right[level] + _BELIEF * believed) / (tried[level] + _BELIEF)
+                reach[level] = min(reach[level] + share, reach[level - 1] if level else 1.0)
+                believed = share * _LIKELY
+            table[size] = [sum(reach[:levels]) for levels in range(self._depth + 1)]
+            before = size
+        return table
+
+
+class TreeSizer:
+    """
+    Chooses the tree of each round; lives as long as head and target do, so that every call knows what others found.
+
+    Args:
+        limits: The largest tree.
+        rows: Of the batch.
+        is_chain: The target verifies chains only.
+    """
+
+    def __init__(self, limits: TreeSettings, rows: int = 1, is_chain: bool = False):
+        self.sizes = sizes_within(limits, is_chain)
+        nodes = sorted({size.num_nodes for size in self.sizes})
+        self.acceptance = Acceptance(nodes, limits.depth)
+        self._costs: dict[int, Costs] = {}
+        self._here = Costs()
+        self._first = _size_tried(self.sizes, max(1, _TOKENS_TRIED // rows))
+        self._size: TreeSettings | None = None
+        self._walks = self._rounds = self._since_plain = self._next_decision = 0
+        self._left, self._pause = 0, _FIRST_PAUSE
+        self._gain = 1.0
+        self._was_off = False
+
+    def choose(self, context: int) -> TreeSettings | None:
+        """
+        The tree of the next round; `None` for a plain step.
+
+        Args:
+            context: Tokens before it.
+        """
+        self._here = self._costs_at(context)
+        if self._here.count(0) < _ENOUGH or (self._since_plain >= _PLAIN_AGAIN and self._gain < _SMALL_GAIN):
+            return None
+        if self._left > 0:
+            self._left -= 1
+            return None
+        if self._size is None:
+            self._start(self._first)
+        elif self._rounds >= _ENOUGH and self._walks >= self._next_decision:
+            self._decide()
+        if self._size is not None and self._rounds % _LARGER == _LARGER - 1:
+            return self._larger(self._size)
+        return self._size
+
+    def _larger(self, size: TreeSettings) -> TreeSettings:
+        more = [other for other in self.sizes if other.num_nodes > size.num_nodes and other.depth >= size.depth]
+        return min(more, key=lambda other: (other.num_nodes, abs(other.depth - size.depth - 1)), default=size)
+
+    def _costs_at(self, context: int) -> Costs:
+        """Costs at contexts of this order of magnitude, which begin as those of the nearest one that is known."""
+        magnitude = context.bit_length()
+        if magnitude not in self._costs:
+            near = min(self._costs, key=lambda other: abs(other - magnitude), default=None)
+            self._costs[magnitude] = Costs(None if near is None else self._costs[near])
+        return self._costs[magnitude]
+
+    def observe(
+        self,
+        size: TreeSettings | None,
+        nodes: int,
+        draft_seconds: float | None,
+        verify_seconds: float,
+        ranks: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """
+        What a round took and gave.
+
+        Args:
+            size: Of its trees, as they were grown; `None` for a plain step.
+            nodes: Drafted nodes a row that the target has seen; more than asked for where pads of finished rows are.
+            draft_seconds: `None` where the draft was fed more than a round's tokens.
+            verify_seconds: The forward and the walk.
+            ranks: See `Acceptance.add`; of each walk.
+        """
+        self._here.add(nodes, verify_seconds)
+        if size is None:
+            self._since_plain = 0
+            return
+        self._since_plain += 1
+        self._rounds += 1
+        if draft_seconds is not None:
+            self._here.add_draft(size.depth, size.top_k, draft_seconds)
+        self._walks += len(ranks)
+        for own in ranks:
+            self.acceptance.add(size.num_nodes, size.depth, own)
+
+    def rates(self) -> dict[TreeSettings, float]:
+        """Tokens a second and row that each size promises."""
+        accepted = self.acceptance.expected()
+        return {
+            size: (1 + accepted[size.num_nodes][size.depth])
+            / max(1e-9, self._here.verify(size.num_nodes) + self._here.draft(size.depth, size.top_k))
+            for size in self.sizes
+        }
+
+    def _decide(self) -> None:
+        rates, plain = self.rates(), 1 / max(1e-9, self._here.verify(0))
+        best = max(self.sizes, key=rates.__getitem__)
+        self._gain = rates[best] / plain
+        sure = self._walks >= _WALKS_TO_CHANGE
+        if self._gain < (_WORTH_IT if self._was_off else 1.0 if sure else _HOPELESS):
+            self._switch_off(best)
+            return
+        self._was_off, self._pause = False, _FIRST_PAUSE
+        if not sure:
+            self._next_decision = _WALKS_TO_CHANGE
+            return
+        self._start(best if rates[best] > _BETTER * rates.get(self._size, 0.0) else self._size)
+
+    def _start(self, size: TreeSettings) -> None:
+        self._size, self._rounds, self._walks, self._next_decision = size, 0, 0, _WALKS_TO_STOP
+
+    def _switch_off(self, best: TreeSettings) -> None:
+        if not self._was_off:
+            logger.info(
+                f"drafting does not pay here: {best.num_nodes} nodes promise {self._gain:.2f} of plain decoding's "
+                f"speed. It is switched off, and tried again after {self._pause} tokens. The text is the same."
+            )
+        self._was_off, self._size = True, None
+        self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+
+
+def sizes_within(limits: TreeSettings, is_chain: bool = False) -> list[TreeSettings]:
+    """The trees to choose from: nodes by depth, and as many children as a tree of these nodes has any use for."""
+    if is_chain or limits.top_k == 1:
+        return [TreeSettings(depth, depth, 1) for depth in range(1, min(limits.depth, limits.num_nodes) + 1)]
+    found = []
+    for nodes in _NODES:
+        for depth in range(1, min(limits.depth, nodes) + 1):
+            size = TreeSettings(nodes, depth, min(limits.top_k, math.isqrt(nodes - 1) + 1))
+            if nodes <= limits.num_nodes and size.capped(depth) == size:
+                found.append(size)
+    return found
+
+
+def _size_tried(sizes: Sequence[TreeSettings], nodes: int) -> TreeSettings:
+    """The size to begin with: about as many nodes, and a level for each time that they could be halved."""
+    most = max([size.num_nodes for size in sizes if size.num_nodes <= nodes], default=sizes[0].num_nodes)
+    same = [size for size in sizes if size.num_nodes == most]
+    return min(same, key=lambda size: abs(size.depth - (most + 1).bit_length() + 1))
+
+
+# Per head and target: what was found at each kind of call.
+_found: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Hashable, TreeSizer]]] = WeakKeyDictionary()
+
+
+def sizer_of(draft: Any, target: Any, limits: TreeSettings, rows: int, is_chain: bool, kind: Hashable) -> TreeSizer:
+    """
+    The sizer of such calls.
+
+    Args:
+        kind: Whatever else costs or acceptance depend on (device, dtype, threads, sampling, rows in step).
+    """
+    sizers = _found.setdefault(draft, WeakKeyDictionary()).setdefault(target, {})
+    key = limits, rows, is_chain, kind
+    if key not in sizers:
+        sizers[key] = TreeSizer(limits, rows, is_chain)
+    return sizers[key]
+
+
+def ranks_on_path(scores: Sequence[float], path: Sequence[int]) -> list[int]:
+    """Places from 1, by score, of the drafted nodes of a path behind its root; of equals the first is better."""
+    return [
+        sum(
+            score > scores[node] or (score == scores[node] and other < node)
+            for other, score in enumerate(scores)
+            if other
+        )
+        + 1
+        for node in path[1:]
+    ]

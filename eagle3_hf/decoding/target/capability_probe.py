@@ -1,0 +1,343 @@
+"""What a target that nobody has tested can verify, found out on a few made-up tokens at its first use.
+
+Equal text proves little: with ALiBi by cache slot a wrong tree often leads to the right token. Logits are compared: a
+tree of two branches with each path alone, and a chain, half of it taken back, with single steps. These are made as
+plain decoding makes them, hooks and the model's own steps of its kwargs included.
+"""
+
+import hashlib
+import inspect
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import StaticLayer
+
+from ...utils.logging import get_logger
+from ..draft.tree import DraftTree
+from .capability import TREE, Ability, Way, known_ability
+from .compiled_code import uncompiled
+from .custom_code import CustomCode, custom_code
+from .hook_memory import Memory
+from .recurrent_cache import has_states, state_difference
+from .runner import CACHE_KEY, TargetRun
+
+
+logger = get_logger(__name__)
+
+_PROMPT = 6
+_BRANCH = 4  # nodes of each of the two branches below the root
+_FILLING = 12  # other children of the root between the two, so that slots and positions are far apart
+_LONGEST_WINDOW = 512  # windows up to this are crossed by the trial's prompt
+# What rounding may do in any logit, relative to the largest.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+# In half precision that depends on the model. The scale is how far plain decoding is from itself, run over the same
+# tokens at once and one by one; by root mean squares, and the median of the tokens, since one expert chosen otherwise
+# changes a token's logits altogether.
+_HALF_FACTOR, _HALF_MOST = 3.0, 0.15
+# Of a state's own size: a state that was dropped on the way differs by much more, its effect on logits may not.
+_MOST_STATE = 0.1
+
+# Where a family is known to verify trees and only code that was added to it is tried: its rounding is no mystery.
+_HALF_MOST_KNOWN = 0.06
+
+_MOST_VERDICTS = 64  # of a class; then the oldest is forgotten
+
+
+class _Verdicts:
+    """What was found about the targets of one class."""
+
+    def __init__(self) -> None:
+        self.abilities: dict[Hashable, Ability] = {}
+        # Of custom code: values that it writes itself, so that they are no settings by which to tell it apart.
+        self.written: dict[Hashable, frozenset[str]] = {}
+
+    def settings(self, piece: CustomCode) -> tuple:
+        return piece.identity, Memory(piece.code).settings(self.written.get(piece.identity, frozenset()))
+
+    def keep(self, key: Hashable, ability: Ability) -> None:
+        self.abilities[key] = ability
+        if len(self.abilities) > _MOST_VERDICTS:
+            del self.abilities[next(iter(self.abilities))]
+
+
+_found: WeakKeyDictionary[type, _Verdicts] = WeakKeyDictionary()
+_trials = threading.Lock()  # a hook that two threads try at once would seem to count its calls
+
+
+def ability_of(
+    target: PreTrainedModel, device: torch.device | None = None, cache: Any = None, rows: int = 1
+) -> Ability:
+    """What the target can verify, on this cache if one is given: known, found before, or found now.
+
+    A log line says why where it is no tree.
+
+    Args:
+        rows: Of the batch, for hooks that know it (a steering vector or an adapter for each row).
+    """
+    ability, custom = known_ability(target), custom_code(target)
+    if ability is None or (custom and ability.way is not Way.PLAIN):
+        with _trials:
+            ability = _tried(target, device or target.device, rows if custom else 1, ability, custom)
+    if ability.way is Way.CHAIN and any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ())):
+        # Windows by slot would be measured from the end of a larger cache, and states could not be put back.
+        ability = Ability(Way.PLAIN, f"{ability.reason}, and chains need a cache that grows")
+    if ability.way is Way.CHAIN:
+        logger.warning_once(f"{ability.reason}: drafts are verified as chains, not as trees. The text is the same.")
+    if ability.way is Way.PLAIN:
+        logger.warning_once(f"{ability.reason}: decoding goes on without the draft. The text is the same.")
+    return ability
+
+
+def _tried(
+    target: PreTrainedModel, device: torch.device, rows: int, known: Ability | None, custom: Sequence[CustomCode]
+) -> Ability:
+    """The verdict of a trial, now or earlier, with the custom code that is there; its memory is left as it was."""
+    verdicts = _found.setdefault(type(target), _Verdicts())
+    config = _key(target), rows
+    key = config, *(verdicts.settings(piece) for piece in custom)
+    if key in verdicts.abilities:
+        return verdicts.abilities[key]
+    memories = [Memory(piece.code) for piece in custom]
+    try:
+        ability = _try_out(target, device, rows, known, custom)
+    finally:
+        counting = [piece.name for piece, memory in zip(custom, memories, strict=True) if memory.has_counted()]
+        for piece, memory in zip(custom, memories, strict=True):
+            before = verdicts.written.get(piece.identity, frozenset())
+            verdicts.written[piece.identity] = before | memory.changed()
+            memory.restore()
+    if counting:
+        ability = Ability(Way.PLAIN, f"{counting[0]} changes with each of its calls, of which drafting makes others")
+    verdicts.keep((config, *(verdicts.settings(piece) for piece in custom)), ability)
+    return ability
+
+
+def _key(target: PreTrainedModel) -> str:
+    config = target.config
+    kinds = [config.get_text_config()._attn_implementation, str(target.dtype)]
+    return hashlib.sha256("\n".join([config.to_json_string(use_diff=False), *kinds]).encode()).hexdigest()
+
+
+def _try_out(
+    target: PreTrainedModel,
+    device: torch.device,
+    rows: int = 1,
+    known: Ability | None = None,
+    custom: Sequence[CustomCode] = (),
+) -> Ability:
+    """What a target can verify, by a trial now.
+
+    Args:
+        known: What is known of the target without custom code, and so the most that it can verify.
+        custom: Code to name where it is to blame.
+    """
+    name = " with ".join([type(target).__name__, *(piece.name for piece in custom[:1])])
+    with _undisturbed(target):
+        trial = _Trial(target, device, rows, _HALF_MOST if known is None else _HALF_MOST_KNOWN)
+        if known is not None and known.way is Way.CHAIN:
+            why_no_tree = known.reason
+        elif trial.restores:
+            why_no_tree = f"{name} has recurrent or convolutional states, which follow one text only"
+        elif not trial.takes_positions:
+            why_no_tree = f"{name} takes no position_ids"
+        else:
+            fault = _fault(trial.tree)
+            if fault is None:
+                return TREE
+            why_no_tree = f"{name} computes a tree otherwise than its paths ({fault})"
+        fault = _fault(trial.chain)
+        if fault is None:
+            return Ability(Way.CHAIN, why_no_tree, trial.restores)
+        return Ability(Way.PLAIN, f"{why_no_tree}, and several tokens at once otherwise than one by one ({fault})")
+
+
+def _fault(test) -> str | None:
+    """What is wrong, in words: too large a difference, or what was raised."""
+    try:
+        return test()
+    except Exception as error:  # whatever the model does not like about it
+        first_line = str(error).strip().split("\n")[0]
+        return f"{type(error).__name__}: {first_line}"[:200]
+
+
+@contextmanager
+def _undisturbed(target: PreTrainedModel) -> Iterator[None]:
+    """Without dropout, gradients and compiled code; modes are put back module by module."""
+    training = [module for module in target.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad(), uncompiled(target):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _Trial:
+    """Forwards of a target over made-up ids, each on a short cache of its own.
+
+    All rows are alike but for what hooks make of them.
+
+    Args:
+        rows: B.
+        half_most: Greatest difference in half precision.
+    """
+
+    def __init__(self, target: PreTrainedModel, device: torch.device, rows: int = 1, half_most: float = _HALF_MOST):
+        self._target, self._device, self._rows, self._half_most = target, device, rows, half_most
+        self._config = target.config.get_text_config()
+        self._dtype = target.dtype  # some models give logits of half precision as float32
+        self.restores = has_states(self._new_cache())
+        self.takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+        ids = self._made_up_ids(self._prompt_length() + 1 + 2 * _BRANCH + _FILLING)
+        own = len(ids) - 1 - 2 * _BRANCH - _FILLING
+        self._prompt, (self._root, *rest) = ids[:own], ids[own:]
+        self._left, self._filling, self._right = rest[:_BRANCH], rest[_BRANCH:-_BRANCH], rest[-_BRANCH:]
+
+    def _prompt_length(self) -> int:
+        sizes = [getattr(self._config, name, None) for name in ("sliding_window", "attention_window", "window_size")]
+        windows = [size for size in sizes if isinstance(size, int) and size <= _LONGEST_WINDOW]
+        return _PROMPT + max(windows, default=0)
+
+    def _made_up_ids(self, count: int) -> list[int]:
+        """Ordinary tokens: none that stand for an image, nor any other that the config names."""
+        configs = [vars(self._target.config), vars(self._config)]
+        special = {value for fields in configs for name, value in fields.items() if "token" in name and _is_id(value)}
+        ordinary = [token for token in range(self._config.vocab_size - 1, 0, -1) if token not in special]
+        step = max(1, len(ordinary) // (count + 1))
+        return [ordinary[step * i % len(ordinary)] for i in range(count)]
+
+    def _new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self._config)
+
+    def tree(self) -> str | None:
+        """Two branches in one forward against each path alone, the second of them step by step."""
+        size, second = 1 + 2 * _BRANCH + _FILLING, 1 + _BRANCH + _FILLING
+        parents = [-1, *range(_BRANCH), *[0] * _FILLING, 0, *range(second, size - 1)]
+        tokens = self._batch([self._root, *self._left, *self._filling, *self._right])
+        flat = DraftTree.chain(tokens)
+        tree = DraftTree(tokens, self._batch(parents), flat.num_nodes, flat.scores, flat.log_probs)
+        found = self._start(TREE).verify(tree, self._batch(self._prompt)).logits[:, -size:]
+        left, right = ([self._root, *branch] for branch in (self._left, self._right))
+        fault = self._difference(found[:, second:], self._steps(right)[0][:, 1:], right)
+        if fault is None and self._dtype in _ROUNDING:
+            fault = self._difference(found[:, : 1 + _BRANCH], self._at_once(left), left)
+        return fault
+
+    def chain(self) -> str | None:
+        """A chain of which half is taken back, and the next ones, against single steps."""
+        text = [self._root, *self._left, *self._right]
+        wrong = self._filling[:2]
+        parts = [(text[:2] + wrong, 2), (text[2:4] + wrong, 2), (text[4:], len(text) - 4)]
+        (found, cache), (steps, other) = self._in_parts(parts), self._steps(text)
+        if self.restores:
+            apart = state_difference(cache, other)
+            if not apart <= _MOST_STATE:
+                return f"states differ by {apart:.0%}"
+        return self._difference(found, steps, text)
+
+    def _difference(self, found: torch.Tensor, steps: torch.Tensor, path: list[int]) -> str | None:
+        """Logits (B, n, V) of the last n tokens of a path against those that plain decoding has for it."""
+        at_once = None if self._dtype in _ROUNDING else self._at_once(path)[:, -steps.shape[1] :].flatten(0, 1)
+        return _difference(self._dtype, found.flatten(0, 1), steps.flatten(0, 1), at_once, self._half_most)
+
+    def _steps(self, path: list[int]) -> tuple[torch.Tensor, Any]:
+        """(B, n, V) logits as plain decoding computes them, kwargs stepped by the model's own code; and the cache."""
+        target, ids = self._target, self._batch(self._prompt)
+        kwargs, logits = self._kwargs(ids, 1), []
+        outputs = target._prefill(ids, GenerationConfig(), kwargs)
+        for token in path:
+            kwargs = target._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
+            ids = torch.cat([ids, self._batch([token])], dim=1)
+            inputs = target.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+            outputs = target(**inputs, return_dict=True)
+            logits.append(outputs.logits[:, -1:])
+        return torch.cat(logits, dim=1), outputs[CACHE_KEY]
+
+    def _in_parts(self, parts: Sequence[tuple[list[int], int]]) -> tuple[torch.Tensor, Any]:
+        """(B, n, V) logits of the tokens kept of each part, one forward a part; and the cache after all."""
+        ability = Ability(Way.CHAIN, restores=self.restores)
+        run, committed, logits = self._start(ability), list(self._prompt), []
+        for tokens, kept in parts:
+            outputs = run.verify(DraftTree.chain(self._batch(tokens)), self._batch(committed))
+            logits.append(outputs.logits[:, -len(tokens) :][:, :kept])
+            run.keep([list(range(kept))] * self._rows, len(tokens), [end + kept for end in run.ends], 0)
+            committed += tokens[:kept]
+        return torch.cat(logits, dim=1), run.cache
+
+    def _at_once(self, path: list[int]) -> torch.Tensor:
+        """(B, n, V) logits along one path behind the prompt, in one forward from an empty cache."""
+        ids, ability = self._batch([*self._prompt, *path]), Ability(Way.CHAIN, restores=self.restores)
+        return self._run(ability, ids, len(path))[1].logits[:, -len(path) :]
+
+    def _start(self, ability: Ability) -> TargetRun:
+        return self._run(ability, self._batch(self._prompt), 1)[0]
+
+    def _run(self, ability: Ability, ids: torch.Tensor, logits: int) -> tuple[TargetRun, Any]:
+        """A run after its prefill, and what that gave."""
+        run = TargetRun(self._target, GenerationConfig(), self._kwargs(ids, logits), ability)
+        return run, run.prefill(ids)
+
+    def _kwargs(self, ids: torch.Tensor, logits: int) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {"use_cache": True, CACHE_KEY: self._new_cache()}
+        if self.takes_positions:
+            positions = getattr(self._target, "_prepare_position_ids_for_generation", _counted)
+            position_ids = positions(ids, kwargs)
+            kwargs["position_ids"] = position_ids.expand(*position_ids.shape[:-2], len(ids), -1)
+        if self._target._supports_logits_to_keep():
+            kwargs["logits_to_keep"] = logits
+        return kwargs
+
+    def _batch(self, ids: list[int]) -> torch.Tensor:
+        return torch.tensor([ids], device=self._device).repeat(self._rows, 1)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _counted(ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    return torch.arange(ids.shape[1], device=ids.device)[None]
+
+
+def _difference(
+    dtype: torch.dtype,
+    found: torch.Tensor,
+    right: torch.Tensor,
+    other: torch.Tensor | None = None,
+    half_most: float = _HALF_MOST,
+) -> str | None:
+    """How far logits (n, V) are apart, where it is more than rounding.
+
+    Args:
+        dtype: In which the target computes.
+        other: The right ones in half precision, computed in another way that is plain decoding's own.
+        half_most: Greatest difference in half precision, whatever the other ones say.
+    """
+    found, right = _wide(found), _wide(right)
+    if other is None:
+        apart, scale = (found - right).abs().max().item(), right.abs().max().item()
+        allowed, what = _ROUNDING[dtype] * scale, "the largest is"
+    else:
+        apart, scale = _typical(found - right), _typical(right - right.mean(-1, keepdim=True))
+        rounding = _HALF_FACTOR * _typical(_wide(other) - right) + 4 * torch.finfo(dtype).eps * scale
+        allowed, what = min(rounding, half_most * scale), "they vary by"
+    if apart <= allowed:  # false for NaN
+        return None
+    return f"logits differ by {apart:.2g}, where {what} {scale:.2g}"
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    """At least in float32; not in float64 as a matter of course, which some devices (MPS) lack."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _typical(logits: torch.Tensor) -> float:
+    """The median token's root mean square."""
+    return logits.square().mean(-1).sqrt().median().item()

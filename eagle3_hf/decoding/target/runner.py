@@ -1,0 +1,375 @@
+"""The target's side of a call: its prefill, its forwards over draft trees, and its cache, of which paths are kept.
+
+Rows of a batch end at different *slots* of the cache, left-aligned: row `b` has its committed entries in slots up to
+`ends[b]`, nodes of a tree stand behind the longest row, and the entries of a row's path are then moved to the row's
+own end. Nothing that is committed ever moves, the cache grows with the longest row, and a slot is a column of the ids.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from ..draft.tree import DraftTree
+from ..output.attentions import KeyColumns
+from . import kv_cache as cache_paths
+from .capability import TREE, Ability, Way
+from .recurrent_cache import Snapshot, has_entries, require_restorable
+from .static_cache import text_capacity
+from .synced_gpus import Peers
+from .tree_attention import maskable_attention, tree_attention
+
+
+# Accepted tokens that a restored cache may still lack; they are fed again with every chain until one is all accepted.
+_MOST_FED_AGAIN = 16
+# Renamed in transformers 5.24, in forward, in model kwargs and in outputs alike.
+CACHE_KEY = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+# Before transformers did, any cache may be one that the user brought.
+_BROUGHT_CACHES_ARE_MARKED = "_is_user_defined" in inspect.getsource(GenerationMixin._prepare_cache_for_generation)
+
+
+class TargetRun:
+    """One call's target.
+
+    Args:
+        target: Left as it was.
+        config: The call's generation config.
+        model_kwargs: What `generate` hands to a decoding method.
+        ability: What the target can verify. Of a chain all rows keep equally much.
+        peers: Other processes that take part in every forward.
+
+    Attributes:
+        ends: Committed slots of each row: the root of its next tree stands there.
+        first_end: The same after the prefill.
+        capacity: Slots that the text may fill, of a static cache.
+        forgets: The model decodes without its past: it has put an empty cache in the place of the call's (Phi-3 at
+            its change of frequencies) or writes none (gradient checkpointing in training mode), both in earlier
+            versions of transformers. Plain decoding goes on like that, so it is done token by token.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        ability: Ability = TREE,
+        peers: Peers | None = None,
+    ):
+        self.target = target
+        self.peers = peers
+        self.ability = ability
+        self.ends: list[int] = []
+        self.first_end = 0
+        self._new_tokens = 0  # the most of this call
+        self.capacity: int | None = None
+        self.forgets = False
+        self._config = config
+        self._kwargs = model_kwargs
+        self._snapshot: Snapshot | None = None  # of the cache when it held `_cached` slots
+        self._cached = 0  # fewer than `ends` while tokens wait to be fed again
+        self._prepared: list[Cache] = []  # to be undone by `finish`
+
+    @property
+    def cache(self):
+        return self._kwargs[CACHE_KEY]
+
+    def prefill(self, prompt: torch.Tensor, text_slots: int = 0, tree_slots: int = 0):
+        """Run the prompt (B, P); returns the forward's outputs.
+
+        Args:
+            text_slots: That the text may take behind the prompt, where the cache has them.
+            tree_slots: That trees may take behind the text.
+        """
+        given = self._kwargs.get(CACHE_KEY)
+        with every_prompt_token(self.target, self._kwargs):
+            outputs = self.target._prefill(prompt, self._config, self._kwargs)
+        cache = outputs[CACHE_KEY]
+        rows = outputs.logits.shape[0]
+        self._kwargs = self.target._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
+        seen = self._tokens_seen(prompt)
+        self.first_end = self._cached = int(cache.get_seq_length()) if has_entries(cache) else seen
+        self.ends = [self.first_end] * rows
+        self._new_tokens = self._config.max_length - prompt.shape[1] if self._config.max_length else 0
+        exchanged = given is not None and cache is not given
+        self.forgets = self.first_end < seen and (exchanged or not self.first_end)
+        if self.ability.restores:
+            require_restorable(cache)
+        else:
+            cache_paths.require_supported(cache)
+            self.capacity = text_capacity(cache)
+            if self.capacity is not None:
+                text_slots = min(text_slots, self.capacity - self.first_end)
+            self._prepare(cache, text_slots + tree_slots)
+        self._root_positions = self._find_root_positions(rows, outputs.logits.device)
+        # On the host once and for all: it is asked for in every round.
+        places = self._root_positions.reshape(-1, *self._root_positions.shape[-2:]).amax((0, -1))
+        self._root_places = places.expand(rows).tolist()
+        return outputs
+
+    def _tokens_seen(self, prompt: torch.Tensor) -> int:
+        """For caches of states alone, which do not count."""
+        mask, embeds = self._kwargs.get("attention_mask"), self._kwargs.get("inputs_embeds")
+        if mask is not None:
+            return mask.shape[1] - 1
+        return prompt.shape[1] or embeds.shape[1]
+
+    def _find_root_positions(self, rows: int, device: torch.device) -> torch.Tensor:
+        """(..., B, 1) positions of the first roots; counted, for models that take none."""
+        positions, mask = self._kwargs.get("position_ids"), self._kwargs.get("attention_mask")
+        if positions is not None:
+            return positions[..., -1:]
+        if mask is not None:
+            return mask.sum(-1, keepdim=True) - 1
+        return torch.full((rows, 1), self.first_end, device=device)
+
+    def _prepare(self, cache: Cache, free_slots: int = 0) -> None:
+        """Trees, or chains, are to enter the cache; one that has lost the past gets neither."""
+        if not self.forgets:
+            self._prepared.append(cache)
+            cache_paths.prepare(cache, len(self.ends) > 1 and self.ability.way is Way.TREE, free_slots)
+
+    def finish(self) -> None:
+        """Every cache that was prepared is again one that no tree ever entered."""
+        while self._prepared:
+            cache = self._prepared.pop()
+            cache_paths.finish(cache, bool(self._config.return_dict_in_generate) or _is_brought(cache))
+
+    @property
+    def cache_is_seen(self) -> bool:
+        """Whether anybody has the cache after the call: whoever asked for it, or whoever brought it."""
+        return bool(self._config.return_dict_in_generate) or self.cache_is_brought
+
+    @property
+    def cache_is_brought(self) -> bool:
+        """Whether somebody has the cache even if the call raises."""
+        return _is_brought(self.cache)
+
+    def key_columns(self) -> list[KeyColumns]:
+        """What plain decoding would show of each layer's keys."""
+        return cache_paths.key_columns(self.cache, getattr(self.target.config.get_text_config(), "layer_types", None))
+
+    def position_of_root(self, row: int) -> int:
+        """The next root's position: the largest of several axes, where a model has those."""
+        return self._root_places[row] + self.ends[row] - self.first_end
+
+    def verify(self, tree: DraftTree, committed: torch.Tensor):
+        """The forward over the tree's nodes, each seeing its row's past and its own ancestors.
+
+        Args:
+            tree: (B, N) trees.
+            committed: (B, T) ids of all columns before the nodes'.
+        """
+        if self.ability.way is not Way.TREE:
+            return self._verify_chain(tree.tokens, committed)
+        tokens = tree.tokens.to(committed.device)
+        num_nodes, longest = tokens.shape[1], max(self.ends)
+        kwargs = self._tree_kwargs(tree.depths)
+        ids = torch.cat([committed, tokens], dim=1)
+        uniform = min(self.ends) == longest
+        if num_nodes == 1 and uniform:
+            outputs = self._forward(ids, 1, kwargs)
+        else:
+            past = longest if uniform else torch.tensor(self.ends, device=tree.tokens.device)
+            with maskable_attention(self.target), tree_attention(tree.ancestors, tree.depths, past) as active:
+                outputs = self._forward(ids, num_nodes, kwargs)
+            if not active.used:
+                raise ValueError(
+                    f"{type(self.target).__name__} makes its attention masks outside transformers' mask functions, so "
+                    "it cannot verify a draft tree: generate without assistant_model"
+                )
+        return outputs
+
+    def _verify_chain(self, tokens: torch.Tensor, committed: torch.Tensor):
+        """A few tokens more of each row's text, in one plain forward; behind those that the cache still lacks."""
+        if self.ends[0] - self._cached > _MOST_FED_AGAIN:
+            self.catch_up(committed)
+        if self.ability.restores and self._snapshot is None:
+            self._snapshot = Snapshot(self.cache)
+        count = tokens.shape[1]
+        outputs = self._forward_chain(torch.cat([committed, tokens.to(committed.device)], dim=1), count)
+        if outputs.get("hidden_states") is not None:
+            outputs.hidden_states = tuple(state[:, -count:] for state in outputs.hidden_states)
+        return outputs
+
+    def _forward_chain(self, ids: torch.Tensor, count: int):
+        """All of `ids` (B, T) that the cache lacks, the last `count` of which are not committed."""
+        depths = torch.arange(count, device=ids.device).expand(len(self.ends), -1)
+        again = self.ends[0] - self._cached
+        return self._forward(ids, again + count, self._tree_kwargs(depths), logits=max(1, count))
+
+    def catch_up(self, committed: torch.Tensor) -> None:
+        """Feed the cache the committed tokens (B, T) that a restored one still lacks."""
+        if self.ability.restores and self._cached < self.ends[0]:
+            self._forward_chain(committed, 0)
+            self._cached, self._snapshot = self.ends[0], None
+
+    def keep(self, paths: list[list[int]], num_nodes: int, new_ends: list[int], needed_from: int) -> None:
+        """Keep each row's path behind its own end, or less than was there, and drop the rest.
+
+        Args:
+            paths: Nodes of each row, the root first.
+            num_nodes: Nodes of the tree, padding included.
+            new_ends: Committed slots of each row from now on.
+            needed_from: Windows may forget what no slot from here on can see.
+        """
+        if self.forgets:
+            self._cached, self._snapshot = new_ends[0], None  # one token was run, and nothing is to be undone
+        elif self.ability.way is not Way.TREE:
+            self._keep_chain(num_nodes, new_ends)
+        elif len(paths) == 1 and new_ends[0] == self.ends[0] + len(paths[0]):
+            cache_paths.keep_path(self.cache, self.ends[0], paths[0], num_nodes)
+        else:
+            cache_paths.keep_paths(self.cache, self.ends, paths, num_nodes, new_ends, needed_from)
+        self.ends = new_ends
+
+    def _keep_chain(self, num_nodes: int, new_ends: list[int]) -> None:
+        if min(new_ends) != max(new_ends):
+            raise ValueError(f"rows of chains must end at the same slot, got {new_ends}")
+        kept = new_ends[0] - self.ends[0]
+        if kept < 0:
+            raise ValueError(f"chains take back no committed tokens, but would end at {new_ends[0]} < {self.ends[0]}")
+        if not self.ability.restores:
+            cache_paths.keep_path(self.cache, self.ends[0], range(kept), num_nodes)
+            self._cached = new_ends[0]
+        elif kept == num_nodes:
+            self._cached, self._snapshot = new_ends[0], None
+        else:
+            self._snapshot.restore(self.cache)
+
+    def cut(self, end: int) -> None:
+        """Cut the cache to `end` slots in every row."""
+        if max(self.ends) > end and not self.forgets:
+            cache_paths.cut(self.cache, max(self.ends) - end)
+        self.ends = [end] * len(self.ends)
+
+    def _forward(self, ids: torch.Tensor, num_nodes: int, kwargs: dict[str, Any], logits: int | None = None):
+        inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = num_nodes if logits is None else logits
+        if self.peers is not None:
+            self.peers.announce()
+        try:
+            outputs = self.target(**inputs, return_dict=True)
+        except BaseException:
+            self._undo_forward()
+            raise
+        self._take_cache(outputs[CACHE_KEY], num_nodes)
+        return outputs
+
+    def _undo_forward(self) -> None:
+        """A forward was broken off, and some layers have run it: the cache is to be as it was before."""
+        if self._snapshot is not None:
+            self._snapshot.restore(self.cache)
+        elif self._prepared:
+            cache_paths.drop_unfinished(self.cache, max(self.ends))
+
+    def overflow(self, committed: torch.Tensor) -> NoReturn:
+        """Go on with a text that fills its static cache, as plain decoding does, once `finish` has put the cache back.
+
+        Args:
+            committed: (B, T) ids of all columns.
+        """
+        message = (
+            f"the static cache has {self.capacity} slots, all of which the text fills, and the text goes on: pass one "
+            f"with a max_cache_len of at least {self.first_end + self._new_tokens - 1}, or a smaller max_new_tokens"
+        )
+        if self.target.device.type == "cpu":  # an accelerator would not survive the write
+            try:
+                first = torch.zeros(len(self.ends), 1, dtype=torch.int64, device=committed.device)
+                self._forward(committed, 1, self._tree_kwargs(first))
+            except IndexError as error:
+                raise IndexError(message) from error
+        raise IndexError(message)
+
+    def _take_cache(self, used: Cache, num_nodes: int) -> None:
+        """A model that ran the whole text again (see `rope_limits`) has filled another cache."""
+        if used is self.cache:
+            return
+        self.finish()
+        self._kwargs[CACHE_KEY] = used
+        self.forgets = int(used.get_seq_length()) < max(self.ends) + num_nodes
+        self._prepare(used)
+
+    def _tree_kwargs(self, depths: torch.Tensor) -> dict[str, Any]:
+        """The model kwargs of one verification: positions along the tree, masks and token types long enough for it.
+
+        Args:
+            depths: (B, N) of the nodes.
+        """
+        kwargs, num_nodes = dict(self._kwargs), depths.shape[1]
+        roots, device = self._root_positions, self._root_positions.device
+        ahead = torch.tensor([[end - self.first_end] for end in self.ends], device=device, dtype=roots.dtype)
+        # Those of the past too, for a model that runs the whole text again.
+        since = roots + torch.arange(max(self.ends) - self.first_end, device=device, dtype=roots.dtype)
+        nodes = roots + ahead + depths.to(device, roots.dtype)
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = torch.cat([kwargs["position_ids"][..., :-1], since, nodes], dim=-1)
+        mask = kwargs.get("attention_mask")
+        if mask is not None:
+            kwargs["attention_mask"] = self._mask(mask, num_nodes)
+        elif min(self.ends) != max(self.ends):
+            kwargs["attention_mask"] = self._mask(self._full_mask(device), num_nodes)
+        grown = max(self.ends) + num_nodes - self.first_end - 1
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            types = kwargs.get(name)
+            if types is not None:
+                more = (
+                    types[:, -1:].expand(-1, grown) if name == "token_type_ids" else types.new_zeros(len(types), grown)
+                )
+                kwargs[name] = torch.cat([types, more], dim=-1)
+        return kwargs
+
+    def _full_mask(self, device: torch.device) -> torch.Tensor:
+        return torch.ones(len(self.ends), self.first_end + 1, dtype=torch.int64, device=device)
+
+    def _mask(self, mask: torch.Tensor, num_nodes: int) -> torch.Tensor:
+        """(B, slots and nodes): a row sees nothing between its own end and the nodes."""
+        longest = max(self.ends)
+        slots = torch.arange(self.first_end, longest, device=mask.device)
+        own = slots < torch.tensor(self.ends, device=mask.device)[:, None]
+        nodes = mask.new_ones(mask.shape[0], num_nodes)
+        return torch.cat([mask[:, : mask.shape[1] - 1], own.to(mask.dtype), nodes], dim=-1)
+
+
+def _is_brought(cache: Cache) -> bool:
+    return getattr(cache, "_is_user_defined", not _BROUGHT_CACHES_ARE_MARKED)
+
+
+def rope_limits(target: PreTrainedModel) -> list[tuple[int, bool]]:
+    """Lengths at which the target's rotary frequencies change, and whether they are constant behind that.
+
+    `dynamic` and `longrope` frequencies follow the furthest position of a forward, and the nodes of a tree are
+    positions that plain decoding has not reached: a tree must end before the change. (Phi-3 also runs the whole text
+    again at the change, without its cache.)
+    """
+    text_config = target.config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    limits = []
+    for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        kind = parameters.get("rope_type") or ""
+        if kind == "longrope":
+            original = parameters.get("original_max_position_embeddings") or text_config.max_position_embeddings
+            limits.append((original, True))
+        elif "dynamic" in kind:
+            limits.append((text_config.max_position_embeddings, False))
+    return limits
+
+
+@contextmanager
+def every_prompt_token(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Iterator[None]:
+    """Layers that share keys may skip all prompt tokens but the last (Gemma 4), unless a hidden state is asked for."""
+    asked = model_kwargs.get("output_hidden_states")
+    if asked or not getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
+        yield
+        return
+    model_kwargs["output_hidden_states"] = [1]
+    try:
+        yield
+    finally:
+        del model_kwargs["output_hidden_states"]
+        if asked is not None:
+            model_kwargs["output_hidden_states"] = asked

@@ -1,0 +1,72 @@
+"""Processes that generate side by side with one target spread over them (FSDP, ZeRO-3).
+
+A forward of such a target takes all of them, and rounds are as many as a text needs. So a process announces every
+forward behind the prefill, and one that is done answers announcements with a forward of no use, until all are done.
+The messages are those of plain `generate`, one sum of flags a forward.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...model.modeling_eagle3 import Eagle3DraftModel
+
+
+class Peers:
+    """The other processes of a `generate` call with `synced_gpus=True`.
+
+    Args:
+        target: What all of them run.
+        input_ids: (B, T) of this process.
+    """
+
+    def __init__(self, target: PreTrainedModel, input_ids: torch.Tensor):
+        self._target = target
+        self._token = input_ids.new_zeros(1, 1)
+
+    def announce(self) -> None:
+        """Before a forward."""
+        self._sum_of_flags(1.0)
+
+    @torch.no_grad()
+    def see_off(self) -> None:
+        """Behind the last forward: run along with those that are still at work."""
+        while self._sum_of_flags(0.0).item():
+            self._target(input_ids=self._token, use_cache=False)
+
+    def _sum_of_flags(self, mine: float) -> torch.Tensor:
+        flag = torch.tensor(mine, device=self._token.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.SUM)
+        return flag
+
+
+def peers_of(
+    target: PreTrainedModel, draft: Eagle3DraftModel, input_ids: torch.Tensor, synced_gpus: bool | None
+) -> Peers | None:
+    """`None` where this process generates for itself.
+
+    Raises:
+        ValueError: the head borrows a layer that is spread over the processes. They draft each at its own pace, so no
+            call of that layer would find all of them.
+    """
+    if not synced_gpus or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    borrowed = {"embedding": target.get_input_embeddings()} if not draft.config.own_embeddings else {}
+    if not draft.config.own_lm_head:
+        borrowed["output layer"] = target.get_output_embeddings()
+    for name, module in borrowed.items():
+        if _is_spread(module):
+            raise ValueError(
+                f"the {name} of {type(target).__name__} is spread over {dist.get_world_size()} processes, and this "
+                "head borrows it: use a head with one of its own, or leave that layer whole in every process"
+            )
+    return Peers(target, input_ids)
+
+
+def _is_spread(module: nn.Module) -> bool:
+    """By FSDP2, ZeRO-3 or FSDP."""
+    from torch.distributed.tensor import DTensor  # slow to import, and not in every build of torch
+
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, DTensor) or hasattr(weight, "ds_id") or (weight is not None and weight.dim() < 2)

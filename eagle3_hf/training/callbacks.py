@@ -1,0 +1,91 @@
+"""Tau measured by decoding: what the losses of an evaluation can only simulate."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..acceptance import SpeculationStats
+from ..utils.logging import get_logger
+from .data.formats import read_example
+
+
+logger = get_logger(__name__)
+
+
+class MeasureTau(TrainerCallback):
+    """Decodes held-out prompts with the head at every evaluation of an [`Eagle3Trainer`] and logs `eval_tau`.
+
+    Tau is the number of tokens that a forward pass of the target yields (plain decoding has 1), over all prompts,
+    decoded greedily with the tree that is set on the head, else the default one of the target's device. It is among
+    the metrics of the evaluation, so `metric_for_best_model="eval_tau"` (with `greater_is_better=True`) keeps the
+    checkpoint that decodes best. With several processes each decodes its share.
+
+    Args:
+        prompts: Chats (a list of turns, or a row in any shape that `load_chats` reads; what follows the last user turn
+            is left out), texts, or ids `(T,)`.
+        tokenizer: Of the target; not needed for ids.
+        max_new_tokens: Tokens decoded for each prompt.
+        generate_kwargs: Anything else for `generate`, such as `num_assistant_tokens=15`.
+    """
+
+    def __init__(self, prompts: Sequence[Any], tokenizer=None, max_new_tokens: int = 128, **generate_kwargs: Any):
+        if not len(prompts):
+            raise ValueError("there are no prompts to measure tau with")
+        self.prompts = [prompt_ids(prompt, tokenizer) for prompt in prompts]
+        self.options = {"max_new_tokens": max_new_tokens, "do_sample": False, **generate_kwargs}
+
+    @torch.no_grad()
+    def measure(self, draft, target, process_index: int = 0, num_processes: int = 1) -> tuple[int, int]:
+        """Tokens emitted and rounds taken on this process's share of the prompts."""
+        emitted = rounds = 0
+        for ids in self.prompts[process_index::num_processes]:
+            stats = _decode(draft, target, ids, self.options)
+            emitted, rounds = emitted + stats.emitted, rounds + stats.rounds
+        return emitted, rounds
+
+
+def _decode(draft, target, ids: torch.Tensor, options: dict[str, Any]) -> SpeculationStats:
+    home = target.get_input_embeddings().weight.device
+    inputs = ids[None].to(draft.device if home.type == "meta" else home)  # offloaded weights are nowhere
+    output = target.generate(
+        input_ids=inputs,
+        attention_mask=torch.ones_like(inputs),
+        assistant_model=draft,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return output.speculation
+
+
+def prompt_ids(prompt: Any, tokenizer=None) -> torch.Tensor:
+    """(T,) int64 of a chat up to its last user turn, of a text, or of ids.
+
+    Raises:
+        ValueError: words without a tokenizer, or a chat without a user turn.
+    """
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        prompt = prompt["input_ids"]
+    if isinstance(prompt, torch.Tensor) or (isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], int)):
+        return torch.as_tensor(prompt, dtype=torch.int64).flatten()
+    if tokenizer is None:
+        raise ValueError("prompts in words need a tokenizer: pass tokenizer=, or ids")
+    if isinstance(prompt, Mapping):
+        example = read_example(prompt)
+        prompt = example.messages or example.prompt or example.text
+    if isinstance(prompt, str):
+        return tokenizer(prompt, return_tensors="pt")["input_ids"][0]
+    messages = list(prompt)
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if last is None:
+        raise ValueError(f"a chat without a user turn gives no prompt: {str(messages)[:200]}")
+    text = tokenizer.apply_chat_template(messages[: last + 1], add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+
+
+def sample_prompts(chats: Sequence[Any], count: int, seed: int = 0) -> list[Any]:
+    """`count` of the chats, the same ones for the same seed."""
+    chosen = random.Random(seed).sample(range(len(chats)), min(count, len(chats)))
+    return [chats[i] for i in sorted(chosen)]

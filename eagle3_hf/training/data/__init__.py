@@ -1,0 +1,1 @@
+"""From chats in files to batches of token ids with labels."""

@@ -1,0 +1,139 @@
+"""From what a user passes to `Eagle3Trainer` to what it trains on: datasets made ready and checked, the vocabulary."""
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from ...model.modeling_eagle3 import Eagle3DraftModel
+from ...model.vocab import record_tokenizer
+from ...model.warm_start import special_ids
+from ...ttt.loss import IGNORE_INDEX
+from ..arguments import Eagle3TrainingArguments
+from ..targets.stored_features import StoredFeatures
+from .draft_vocab import cached_draft_vocab, report_coverage
+from .encoding import prepare_dataset, special_token_ids
+from .packing import PackedDataset, only_labels
+
+
+# Chats that were encoded here, by what was chosen among their turns: prepared again, they are as they were.
+_encoded: WeakKeyDictionary[Any, tuple[bool, bool]] = WeakKeyDictionary()
+
+
+def settle_tokenizer(draft: Eagle3DraftModel, tokenizer) -> None:
+    """The target's special ids, else the tokenizer's, in both of the draft's configs; the tokenizer's hashes too.
+
+    Trainer then finds nothing to align.
+    """
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        value = getattr(draft.config, name)
+        value = value if value is not None else getattr(tokenizer, name, None)
+        setattr(draft.config, name, value)
+        setattr(draft.generation_config, name, value)
+    if tokenizer is not None:
+        record_tokenizer(draft.config, tokenizer)
+
+
+def prepare(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, args: Eagle3TrainingArguments):
+    """Chats become rows of ids and labels; rows and stored features are checked; with `args.packing` all are packed.
+
+    What it returns may be prepared again, which changes nothing.
+
+    Raises:
+        ValueError: nothing to learn from, columns missing, or features of something else.
+    """
+    if dataset is None:
+        return None
+    if isinstance(dataset, Mapping):  # Trainer takes several evaluation sets by name
+        return {name: prepare(part, draft, target, tokenizer, args) for name, part in dataset.items()}
+    rows = _rows(dataset, draft, target, tokenizer, args)
+    if not args.packing or isinstance(rows, PackedDataset) or not hasattr(rows, "__len__"):
+        return rows  # a stream is packed by the collator
+    return PackedDataset(rows, args.max_length, seed=args.data_seed if args.data_seed is not None else args.seed)
+
+
+def _rows(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, args: Eagle3TrainingArguments):
+    if isinstance(dataset, PackedDataset):
+        _rows(dataset.dataset, draft, target, tokenizer, args)
+        return dataset
+    choice = args.last_turn_only, args.mask_reasoning
+    if isinstance(dataset, StoredFeatures):
+        dataset.check(target, draft.config.target_layer_ids)
+    else:
+        columns = getattr(dataset, "column_names", None) or list(next(iter(dataset), ()))
+        if "input_ids" not in columns:
+            if tokenizer is None:
+                raise ValueError("chats need a tokenizer to become tokens: pass processing_class=tokenizer")
+            rows = prepare_dataset(
+                dataset,
+                tokenizer,
+                max_length=args.max_length,
+                num_proc=args.dataset_num_proc,
+                template_kwargs=args.chat_template_kwargs,
+                last_turn_only=args.last_turn_only,
+                mask_reasoning=args.mask_reasoning,
+            )
+            _encoded[rows] = choice
+            return rows
+        if not isinstance(dataset, list) and _encoded.get(dataset) == choice:
+            return dataset
+        if "labels" not in columns:
+            raise ValueError("rows with input_ids need labels too: the token where it is to be learnt, else -100")
+    if any(choice):
+        raise ValueError(
+            "last_turn_only and mask_reasoning choose among the turns of chats, but these rows are tokens already: "
+            "set them where the chats are encoded (prepare_dataset, eagle3-hf features)"
+        )
+    _check_supervised(dataset)
+    return dataset
+
+
+def _check_supervised(dataset) -> None:
+    """Refuse data of which more than half has nothing to learn: the loss would only look good."""
+    if not hasattr(dataset, "__len__"):
+        return  # a stream can be read only once
+    labels = only_labels(dataset)
+    empty = sum(not bool((torch.as_tensor(row["labels"])[2:] != IGNORE_INDEX).any()) for row in labels)
+    if 2 * empty > len(dataset):
+        raise ValueError(
+            f"{empty} of {len(dataset)} rows have no token to learn (all labels from the third on are "
+            f"{IGNORE_INDEX}): prepare the chats with eagle3_hf.training.data.encoding.prepare_dataset"
+        )
+
+
+def settle_vocabulary(
+    draft: Eagle3DraftModel, target: PreTrainedModel, dataset, tokenizer, cache_dir: str | None
+) -> float | None:
+    """Give a draft without a vocabulary the tokens that the dataset teaches most often; a set one is never touched.
+
+    Returns:
+        The share of the supervised tokens that the vocabulary covers; `None` where they cannot be counted.
+
+    Raises:
+        ValueError: a vocabulary is to be built, and there is no dataset to count.
+    """
+    vocab_size = draft.config.vocab_size
+    if draft.has_draft_vocab:
+        countable = dataset is not None and hasattr(dataset, "__len__") and draft.config.draft_vocab_size < vocab_size
+        return report_coverage(dataset, draft.draft_vocab_ids().cpu(), vocab_size) if countable else None
+    if dataset is None:
+        raise ValueError("the draft vocabulary is not set and there is no train_dataset to build it from")
+    always = special_token_ids(tokenizer, target.generation_config) if tokenizer is not None else special_ids(target)
+    ids, covered = cached_draft_vocab(
+        dataset,
+        tokenizer,
+        vocab_size=vocab_size,
+        size=draft.config.draft_vocab_size,
+        always=always,
+        cache_dir=cache_dir,
+    )
+    draft.set_draft_vocab(ids)
+    return covered
+
+
+def pad_token_id(tokenizer, target: PreTrainedModel) -> int:
+    """Any id does: padding stands right of every row that counts."""
+    pad = getattr(tokenizer, "pad_token_id", None)
+    return pad if pad is not None else getattr(target.generation_config, "pad_token_id", None) or 0

@@ -1,0 +1,239 @@
+"""Where training data comes from: the Hub, a folder, a file, a list, a dataset that is loaded already.
+
+JSON and CSV are read here (`json_files`, `table_files`, `records`): readers that make Arrow of them ask for one type a
+column, and guess it. All else is left to `datasets`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import datasets
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    ReadInstruction,
+    concatenate_datasets,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
+from datasets.exceptions import DatasetGenerationError
+from datasets.packaged_modules.csv.csv import Csv
+from datasets.packaged_modules.json.json import Json
+
+from .formats import COLUMNS, TOKENS, column_for, recognise
+from .json_files import read_json
+from .records import StoredRow, decoded, in_memory, is_own, on_disk, plain_name, stored_rows
+from .table_files import read_table
+from .text_files import encoding_of, read_lines
+
+
+Source: TypeAlias = str | os.PathLike[str] | Dataset | DatasetDict | Sequence[Mapping[str, Any]]
+
+# Builders of `datasets` by the ending of a file, and what is between the cells of tables; all else is read as JSON.
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+_TABLES = {".csv": ",", ".tsv": "\t"}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+_SUFFIXES = {".jsonl", ".json", *_BUILDERS, *_TABLES, *_COMPRESSED}
+
+# name, name:split, name:config:split; a split may be sliced: train[:1000]
+_HUB_NAME = re.compile(r"(?P<name>[^:\[\]]+)(?::(?P<config>[^:\[\]]+))??(?::(?P<split>[^:\[\]]+(?:\[[^\]]*\])?))?")
+
+# Bytes of JSON up to which chats are kept in memory; of more, an Arrow file in the cache folder of `datasets`.
+_IN_MEMORY = 1 << 28
+
+_CHAT_COLUMNS = COLUMNS.difference(TOKENS)
+
+# What was read from large files is kept under a hash of their names, sizes and times: to be raised with every change
+# of how files are read.
+_READING = 1
+
+
+def load_chats(source: Source, *, split: str | None = None) -> Dataset:
+    """Training data of any known shape (see `eagle3_hf.training.data.formats`) as one dataset.
+
+    Only the columns that make a chat are kept. Of rows that were read from JSON or a list, a column holds the texts
+    and `NAME.json` what was no text; `eagle3_hf.training.data.formats.read_example` reads either.
+
+    Args:
+        source: a dataset; a list of rows; a file (JSON in lines or not, parquet, CSV, text); a folder that
+            `Dataset.save_to_disk` wrote or that holds data files; or the name of a dataset on the Hub, maybe with its
+            split and a slice of it (`name:train_sft[:1000]`) or with a configuration too (`name:config:split`).
+        split: which one, where there are several (`train` if there is one of that name). May be a slice.
+
+    Raises:
+        ValueError: nothing there, a stream, a line that is not JSON, columns of no known shape, or a split to choose.
+        FileNotFoundError: neither a file, nor a folder, nor a name that the Hub may know.
+    """
+    with _naming(source):
+        chats = _load(source, split)
+        if isinstance(chats, Mapping):
+            chats = _one_split(chats, split)
+        if len(chats) == 0:
+            raise ValueError("there are no chats in it, the file or dataset is empty")
+        return _with_known_columns(chats)
+
+
+@contextmanager
+def _naming(source: Source) -> Iterator[None]:
+    """Every error names the source, and says what `datasets` keeps behind an exception of its own."""
+    name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else f"this {type(source).__name__}"
+    try:
+        yield
+    except (DatasetGenerationError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        if isinstance(cause, UnicodeDecodeError) and os.path.isfile(name):
+            for _ in read_lines(Path(name)):  # raises with the line
+                pass
+        raise ValueError(str(cause) if name in str(cause) else f"{name}: {cause}") from error
+
+
+def _with_known_columns(chats: Dataset) -> Dataset:
+    """The columns that make a chat, under the names by which they are known."""
+    meant = {name: column_for(name) for name in chats.column_names}
+    recognise(meant.values())
+    known = {name: column for name, column in meant.items() if plain_name(column) in COLUMNS or is_own(column)}
+    # Of `Prompt` and `prompt` the second is meant.
+    kept = {name: column for name, column in known.items() if name == column or column not in known}
+    if len(kept) < len(meant):
+        chats = chats.select_columns(list(kept))
+    if chats.format["type"] not in (None, "custom"):  # rows of arrays and tensors; a transform makes rows of its own
+        chats = chats.with_format(None)
+    renamed = {name: column for name, column in kept.items() if name != column}
+    return chats.rename_columns(renamed) if renamed else chats
+
+
+def _load(source: Source, split: str | None) -> Dataset | Mapping[str, Dataset]:
+    if isinstance(source, (Dataset, DatasetDict)):
+        return source
+    if isinstance(source, (IterableDataset, IterableDatasetDict)):
+        raise ValueError(
+            "a streamed dataset has no length, and chats are counted before training: load it without streaming, or "
+            "take a part of it, `Dataset.from_list(list(stream.take(50000)))`"
+        )
+    if not isinstance(source, (str, os.PathLike)):
+        return _from_list(list(source))
+    path = Path(source)
+    if path.is_dir():
+        return _load_folder(path)
+    if path.is_file():
+        return {"train": _load_file(path)}
+    return _load_from_hub(os.fspath(source), split)
+
+
+def _load_folder(path: Path) -> Dataset | Mapping[str, Dataset]:
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        return load_from_disk(str(path))
+    builder = load_dataset_builder(str(path))
+    if not isinstance(builder, (Json, Csv)):
+        return load_dataset(str(path))
+    splits = builder.config.data_files.items()
+    return {str(split): _from_files([Path(file) for file in files]) for split, files in splits}
+
+
+def _load_file(path: Path) -> Dataset:
+    builder = _BUILDERS.get(_ending(path))
+    if builder is None:
+        return _from_files([path])
+    options = {"encoding": encoding_of(path)} if builder == "text" else {}
+    return load_dataset(builder, data_files=str(path), split="train", **options)
+
+
+def _ending(path: Path) -> str:
+    """The last ending of a file's name that tells what is in it."""
+    endings = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED]
+    return endings[-1] if endings else ""
+
+
+def _load_from_hub(source: str, split: str | None) -> Dataset | Mapping[str, Dataset]:
+    match = _HUB_NAME.fullmatch(source)
+    looks_like_file = source.count("/") > 1 or source.startswith(("/", ".")) or Path(source).suffix in _SUFFIXES
+    if match is None or looks_like_file:
+        raise FileNotFoundError(f"{source}: no such file or folder, and no name of a dataset on the Hub")
+    name, config = match["name"], match["config"]
+    return load_dataset(name, config, split=split or match["split"])
+
+
+def _one_split(splits: Mapping[str, Dataset], split: str | None) -> Dataset:
+    if split is None and len(splits) == 1:
+        return next(iter(splits.values()))
+    lengths = {name: len(rows) for name, rows in splits.items()}
+    try:
+        parts = ReadInstruction.from_spec(split or "train").to_absolute(lengths)
+    except (AssertionError, ValueError) as error:
+        asked = "" if split is None else f" and {split} is none of them ({error})"
+        raise ValueError(
+            f"the dataset has the splits {', '.join(splits)}{asked}: say which, as NAME:SPLIT or split="
+        ) from error
+    chosen = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return chosen[0] if len(chosen) == 1 else concatenate_datasets(chosen)
+
+
+# ----- rows that are read here ---------------------------------------------------------------------------------------
+
+
+def _from_list(rows: list[Any]) -> Dataset:
+    if rows and _is_tokens(rows[0]):
+        return Dataset.from_list([{name: row.get(name) for name in TOKENS} for row in rows])
+    numbered = ((f"row {number} of the list", row) for number, row in enumerate(rows))
+    return in_memory(_checked(numbered), _CHAT_COLUMNS)
+
+
+def _from_files(paths: list[Path]) -> Dataset:
+    if _is_tokens(next(_rows_of(paths), ("", None))[1]):  # numbers alone, of one type
+        return load_dataset("json", data_files=[str(path) for path in paths], split="train")
+    if sum(path.stat().st_size for path in paths) <= _IN_MEMORY:
+        return in_memory(_checked(_rows_of(paths)), _CHAT_COLUMNS)
+    return on_disk(_checked(_rows_of(paths)), _CHAT_COLUMNS, _kept_in(paths))
+
+
+def _kept_in(paths: list[Path]) -> Path:
+    """Where the rows of these files are kept, as long as they stay what they are."""
+    stamps = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    digest = hashlib.sha256(repr((_READING, stamps)).encode()).hexdigest()[:32]
+    return Path(datasets.config.HF_DATASETS_CACHE) / "eagle3_chats" / f"{digest}.arrow"
+
+
+def _rows_of(paths: list[Path]) -> Iterator[tuple[str, Any]]:
+    for path in paths:
+        separator = _TABLES.get(_ending(path))
+        where = f"{path.name}, line" if len(paths) > 1 else "line"
+        for number, row in read_json(path) if separator is None else read_table(path, separator):
+            yield f"{where} {number}", row
+
+
+def _is_tokens(row: Any) -> bool:
+    return isinstance(row, Mapping) and all(isinstance(row.get(name), list) for name in TOKENS)
+
+
+def _checked(rows: Iterator[tuple[str, Any]]) -> Iterator[StoredRow]:
+    """Rows as they are stored.
+
+    Raises:
+        ValueError: in the end, if none of them had a column of a chat.
+    """
+    found: dict[str, None] = {}
+
+    def noted() -> Iterator[tuple[str, Any]]:
+        for place, row in rows:
+            # A row that is a list is a chat of nothing but its turns.
+            names = row if isinstance(row, Mapping) else ["messages"] if isinstance(row, list) else []
+            found.update((str(name), None) for name in names)
+            yield place, row
+
+    stored: StoredRow | None = None
+    for stored in stored_rows(noted(), _CHAT_COLUMNS, column_for):
+        yield stored
+    if stored is not None:
+        if not found:
+            decoded(stored)  # raises with what is wrong with the last row, as with all before
+        recognise(map(column_for, found))

@@ -1,0 +1,1 @@
+"""Training chats and answers, written by the target."""

@@ -1,0 +1,132 @@
+"""The tree of a head that has no tree settings: chosen at the call, by the device of the target; others are kept."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from eagle3_hf import Eagle3DraftModel
+from eagle3_hf.decoding.draft.candidate import tree_settings
+from eagle3_hf.decoding.draft.growth import TreeSettings
+from eagle3_hf.evaluation.report import set_tree as set_and_tell
+from support.drafts import NEW_TOKENS, new_draft, set_tree, target_of
+from support.families import prompt
+from support.heads import new_head, published, write_folder
+
+
+CPU, PAPER = TreeSettings(11, 3, 4), TreeSettings(59, 8, 10)
+# An accelerator's stand-in: weights that are not on a CPU.
+ELSEWHERE = "meta"
+
+
+@pytest.fixture
+def target():
+    return target_of("llama")
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    return copy.deepcopy(target_of("llama")).to(ELSEWHERE)
+
+
+@pytest.fixture
+def said():
+    """What the library says at level info, as if nothing had been said before."""
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    lines: list[str] = []
+    handler, logger = Lines(logging.INFO), logging.getLogger("eagle3_hf.decoding.draft.candidate")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logging.Logger.info_once.cache_clear()
+    yield lines
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+def verified(target, draft, **kwargs) -> int:
+    """The most nodes that a pass of the target checked; the text is compared with the plain one."""
+    sizes = []
+    told = target.generate(prompt(7), max_new_tokens=NEW_TOKENS)
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    ours = target.generate(prompt(7), max_new_tokens=NEW_TOKENS, assistant_model=draft.foretell(told[0, 7:]), **kwargs)
+    handle.remove()
+    assert torch.equal(ours, told)
+    return max(sizes[1:]) - 1  # without the prefill, and the root
+
+
+def test_a_head_without_settings_drafts_by_device(target, elsewhere, said):
+    draft = new_draft(target, half=False)
+    assert tree_settings(draft, target) == CPU
+    assert tree_settings(draft, elsewhere) == PAPER
+    assert [line.split(":")[0] for line in said] == [
+        "The draft head has no tree settings and its target is on a CPU",
+        "The draft head has no tree settings and its target is on an accelerator",
+    ]
+    assert "drafts 11 / 3 / 4 (nodes / levels / children)" in said[0]
+    assert "drafts 59 / 8 / 10 (nodes / levels / children)" in said[1]
+
+
+def test_a_call_drafts_the_default_and_says_so_once(target, said):
+    draft = new_draft(target, half=False)
+    assert verified(target, draft) == 11
+    assert len(draft.stats.reached) == 3
+    verified(target, draft)
+    assert len(said) == 1
+    assert draft.generation_config.num_assistant_tokens is None, "a call leaves the head as it was"
+
+
+def test_a_part_on_an_accelerator_is_enough(target):
+    """A target spread over devices decodes at the accelerator's price."""
+    spread = copy.deepcopy(target)
+    spread.model.layers[2].to(ELSEWHERE)
+    assert tree_settings(new_draft(target), spread) == PAPER
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((59, 8, 10), PAPER),
+        ((5, 5, 1), TreeSettings(5, 5, 1)),
+        ((20, None, None), TreeSettings(20, 8, 10)),
+        ((None, None, 1), TreeSettings(59, 8, 1)),
+        (("auto", None, None), TreeSettings(59, 8, 10, at_most=True)),
+    ],
+)
+def test_what_is_set_is_kept_on_every_device(target, elsewhere, given, expected, said):
+    """Where some fields are set, the others are the paper's, as they have always been."""
+    draft = set_tree(new_draft(target), given)
+    assert tree_settings(draft, target) == tree_settings(draft, elsewhere) == expected
+    assert not said
+
+
+def test_a_calls_own_number_of_nodes(target, elsewhere, said):
+    draft = new_draft(target, half=False)
+    assert tree_settings(draft, target, 30) == tree_settings(draft, elsewhere, 30) == TreeSettings(30, 8, 10)
+    assert verified(target, draft, num_assistant_tokens=30) == 30
+    assert not said
+
+
+def test_published_heads_have_no_settings_and_saved_ones_keep_theirs(target, elsewhere, tmp_path):
+    config, tensors = published(new_head(target_layer_ids=None))
+    head = Eagle3DraftModel.from_pretrained(write_folder(tmp_path / "published", config, tensors))
+    assert tree_settings(head, target) == CPU
+    head.save_pretrained(tmp_path / "unset")
+    assert tree_settings(Eagle3DraftModel.from_pretrained(tmp_path / "unset"), elsewhere) == PAPER
+    set_tree(head, (59, 8, 10)).save_pretrained(tmp_path / "set")
+    assert tree_settings(Eagle3DraftModel.from_pretrained(tmp_path / "set"), target) == PAPER
+
+
+def test_a_report_tells_a_default_from_a_setting(target):
+    draft = new_draft(target)
+    assert set_and_tell(target, draft, None) == "11/3/4 (the default on cpu)"
+    assert set_and_tell(target, draft, (15, 4, 4)) == "15/4/4"
+    draft.generation_config.num_assistant_tokens = "auto"
+    assert set_and_tell(target, draft, None) == "auto/4/4"

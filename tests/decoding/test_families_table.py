@@ -1,0 +1,66 @@
+"""The numbers of docs/families.md, measured again: a few families always, all of them when slow tests run."""
+
+import pytest
+import torch
+
+from eagle3_hf.decoding.target import capability_probe
+from eagle3_hf.decoding.target.capability import TREE, Way
+from support import families_table as table
+from support.drafts import new_draft
+from support.more_families import CHAINS, PLAIN, tiny_other
+
+
+FAST = ["llama", "gemma3", "falcon_alibi", "lfm2"]
+ALL = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in table.names()]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_family(name):
+    row = table.measure(name)
+    assert not row.faults()
+    expected = Way.CHAIN if name in CHAINS else Way.PLAIN if name in PLAIN else Way.TREE
+    assert row.way is expected
+
+
+@pytest.mark.parametrize("name", ["falcon_alibi", "gpt_neo"])
+def test_the_measure_sees_a_wrong_tree(name, monkeypatch):
+    target = tiny_other(name)
+    monkeypatch.setattr("eagle3_hf.decoding.patching.ability_of", lambda *args: TREE)
+    inputs = table.inputs_of(name, 1, 0)
+    found = table.difference(target, new_draft(target, half=False), inputs, table.TREE_PARENTS)
+    assert found > 100 * table.MOST
+
+
+def test_the_measure_sees_a_missing_mask(monkeypatch):
+    target = tiny_other("llama")
+    monkeypatch.setattr(
+        "eagle3_hf.decoding.target.tree_attention.ActiveTree.rewrite",
+        lambda self, function, *args: _used(self, function),
+    )
+    inputs = table.inputs_of("llama", 1, 0)
+    assert table.difference(target, new_draft(target, half=False), inputs, table.TREE_PARENTS) > 100 * table.MOST
+
+
+def _used(tree, function):
+    tree.used = True
+    return function
+
+
+def test_paths():
+    assert list(table.paths_of(table.TREE_PARENTS)) == [[0, 3], [0, 1, 5], [0, 2, 6, 8], [0, 1, 4, 7, 9]]
+
+
+def test_the_page_has_a_row_for_every_family():
+    lines = table.PAGE.read_text().splitlines()
+    rows = {line.split("|")[1].strip(): line.split("|")[5].strip() for line in lines if line.count("|") > 8}
+    assert list(rows)[2:] == table.names()
+    assert set(rows.values()) == {"way", "---", *(way.value for way in Way)}
+
+
+def test_the_way_is_logged_once_per_reason(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(capability_probe.logger, "warning_once", lines.append)
+    capability_probe.ability_of(tiny_other("falcon_alibi"))
+    assert len(lines) == 1
+    assert "verified as chains, not as trees" in lines[0]
+    assert torch.is_grad_enabled()

@@ -1,0 +1,1 @@
+"""Helpers of several test modules. No test module imports another."""
