@@ -13,8 +13,8 @@ import importlib
 from transformers import AutoConfig, AutoModel
 
 from .decoding.draft.candidate import Eagle3Candidate
-from .decoding.draft.tree import DraftTree
 from .decoding.patching import disable, enable, enabled
+from .decoding.tree import DraftTree
 from .model.configuration_eagle3 import Eagle3DraftConfig
 from .model.modeling_eagle3 import Eagle3DraftModel
 

@@ -20,7 +20,6 @@ from .draft.candidate import Eagle3Candidate
 from .draft.growth import TreeSettings
 from .draft.inputs import DraftRows, PromptMedia, forget, join, prompt_rows, ragged_rows
 from .draft.sizing import TreeSizer, ranks_on_path, sizer_of
-from .draft.tree import DraftTree
 from .output.emitter import FURTHEST_AHEAD, TokenEmitter
 from .output.outputs import StepRecord
 from .output.processors import prefix_free_warpers
@@ -30,6 +29,7 @@ from .target.compiled_code import uncompiled
 from .target.runner import CACHE_KEY, TargetRun, rope_limits
 from .target.synced_gpus import peers_of
 from .target.training_mode import no_random_numbers
+from .tree import DraftTree
 from .verification import Walk
 
 

@@ -9,10 +9,10 @@ from contextlib import suppress
 import torch
 
 from ..model.features import FeatureReader
-from .draft.tree import DraftTree
 from .node_choices import NodeChoices
 from .output.emitter import TokenEmitter
 from .target.runner import TargetRun
+from .tree import DraftTree
 from .verification import Walk
 
 

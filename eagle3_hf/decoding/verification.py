@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from .draft.tree import HostTree
+from .tree import HostTree
 
 
 class Walk:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from eagle3_hf.decoding.draft.tree import DraftTree
 from eagle3_hf.decoding.loop import SpeculativeDecoding
 from eagle3_hf.decoding.target.capability import Way
 from eagle3_hf.decoding.target.capability_probe import ability_of
 from eagle3_hf.decoding.target.runner import CACHE_KEY, TargetRun
+from eagle3_hf.decoding.tree import DraftTree
 from support.drafts import new_draft, padded, set_tree
 from support.families import FAMILIES
 from support.more_families import CHAINS, PLAIN, TREES, tiny_other

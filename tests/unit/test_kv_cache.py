@@ -7,10 +7,10 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from eagle3_hf.decoding.draft.tree import DraftTree
 from eagle3_hf.decoding.target import kv_cache as tree_cache
 from eagle3_hf.decoding.target import tree_attention
 from eagle3_hf.decoding.target.kv_cache import finish, keep_path, prepare, supported
+from eagle3_hf.decoding.tree import DraftTree
 from support.families import WINDOW, prompt, tiny
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from eagle3_hf.decoding.draft.tree import DraftTree, select
+from eagle3_hf.decoding.tree import DraftTree, select
 
 
 PAD = 999

@@ -8,8 +8,8 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask, sliding_window_overlay
 
-from eagle3_hf.decoding.draft.tree import DraftTree
 from eagle3_hf.decoding.target import tree_attention
+from eagle3_hf.decoding.tree import DraftTree
 from support.families import FAMILIES, WINDOW, prompt, tiny
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_hf.decoding.draft.tree import HostTree
+from eagle3_hf.decoding.tree import HostTree
 from eagle3_hf.decoding.verification import Walk, greedy_choices
 
 

@@ -12,8 +12,8 @@ from ...model.offload import home_of
 from ...model.tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
 from ...utils.logging import get_logger
 from ..coupling import Noise
+from ..tree import DraftTree
 from .growth import NoiseRanking, Ranking, TreeGrower, TreeSettings, greedy_ranking
-from .tree import DraftTree
 
 
 logger = get_logger(__name__)

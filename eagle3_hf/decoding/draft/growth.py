@@ -14,7 +14,7 @@ from torch import nn
 from ...model.attention import CachedAttention, DraftCache
 from ...model.modeling_eagle3 import Borrowed, Eagle3DraftModel
 from ..coupling import Noise
-from .tree import DraftTree, select
+from ..tree import DraftTree, select
 
 
 @dataclass(frozen=True)

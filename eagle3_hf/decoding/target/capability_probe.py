@@ -18,7 +18,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 from ...utils.logging import get_logger
-from ..draft.tree import DraftTree
+from ..tree import DraftTree
 from .capability import TREE, Ability, Way, known_ability
 from .compiled_code import uncompiled
 from .custom_code import CustomCode, custom_code

@@ -14,8 +14,8 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..draft.tree import DraftTree
 from ..output.attentions import KeyColumns
+from ..tree import DraftTree
 from . import kv_cache as cache_paths
 from .capability import TREE, Ability, Way
 from .recurrent_cache import Snapshot, has_entries, require_restorable
