@@ -18,6 +18,14 @@ class HostTree(NamedTuple):
     tokens: list[int]
     parents: list[int]
 
+    @property
+    def depth(self) -> int:
+        """Drafted tokens of the longest path; 0 for the root alone."""
+        depths = [0] * len(self.parents)
+        for node in range(1, len(self.parents)):
+            depths[node] = depths[self.parents[node]] + 1
+        return max(depths)
+
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
@@ -91,14 +99,7 @@ class DraftTree:
     @cached_property
     def max_depth(self) -> int:
         """Longest drafted path of the batch, in tokens; 0 when only roots are there. Waits for the device."""
-        return max(self._path_length(tree.parents) for tree in self.host())
-
-    @staticmethod
-    def _path_length(parents: Sequence[int]) -> int:
-        depths = [0] * len(parents)
-        for node in range(1, len(parents)):
-            depths[node] = depths[parents[node]] + 1
-        return max(depths)
+        return max(tree.depth for tree in self.host())
 
     def host(self) -> list[HostTree]:
         """Each row's real nodes as Python lists. One transfer for the whole tree, at the first call only."""

@@ -55,14 +55,18 @@ class Recorder:
     def __init__(self, monkeypatch):
         self.trees: list[DraftTree] = []
         self.committed: list[list[int]] = []
-        original = Eagle3Candidate.draft_tree
+        original_extend, original = Eagle3Candidate.extend, Eagle3Candidate.draft_tree
 
-        def draft_tree(candidate, features, tokens, max_depth=None):
-            tree = original(candidate, features, tokens, max_depth)
+        def extend(candidate, inputs):
+            self.committed.append(inputs.tokens[0].tolist())
+            original_extend(candidate, inputs)
+
+        def draft_tree(candidate, *args):
+            tree = original(candidate, *args)
             self.trees.append(tree)
-            self.committed.append(tokens[0].tolist())
             return tree
 
+        monkeypatch.setattr(Eagle3Candidate, "extend", extend)
         monkeypatch.setattr(Eagle3Candidate, "draft_tree", draft_tree)
 
     def accepted(self, number: int) -> list[int]:

@@ -23,8 +23,8 @@ class Watching(Eagle3Candidate):
         super().__init__(*args, **kwargs)
         self.rounds = []
 
-    def draft_tree(self, features, tokens, max_depth=None):
-        tree = super().draft_tree(features, tokens, max_depth)
+    def draft_tree(self, inputs=None, max_depth=None):
+        tree = super().draft_tree(inputs, max_depth)
         self.rounds.append((self._cache.length, self._last[0, 0], tree.host()[0].tokens))
         return tree
 

@@ -12,6 +12,7 @@ from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
 from eagle3_hf.decoding import loop
 from eagle3_hf.decoding.coupling import Noise
 from eagle3_hf.decoding.draft.growth import NoiseRanking, TreeSettings, greedy_ranking
+from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.features import FeatureReader
 from support.drafts import ForetellingDraft, draft_of, half_vocabulary, new_draft, set_tree, target_of
 from support.families import prompt
@@ -127,7 +128,7 @@ def assert_same_tree(tree, expected) -> None:
 
 def grow(draft, ids: torch.Tensor, settings, **kwargs):
     candidate = Eagle3Candidate(target_of("llama"), draft, TreeSettings(*settings), **kwargs)
-    return candidate, candidate.draft_tree(features_of(ids[:, :-1], draft), ids[:, 1:])
+    return candidate, candidate.draft_tree(DraftInputs(features_of(ids[:, :-1], draft), ids[:, 1:]))
 
 
 @pytest.mark.parametrize("settings", TREES, ids=str)
@@ -273,7 +274,7 @@ def test_depth_left_decides():
     draft, ids = draft_of("llama"), prompt(6)
     for depth, deepest in ((0, 0), (1, 1), (2, 2), (50, 4)):
         candidate = Eagle3Candidate(target_of("llama"), draft.foretell([]), TreeSettings(4, 4, 1))
-        tree = candidate.draft_tree(features_of(ids[:, :-1], draft), ids[:, 1:], max_depth=depth)
+        tree = candidate.draft_tree(DraftInputs(features_of(ids[:, :-1], draft), ids[:, 1:]), max_depth=depth)
         assert tree.max_depth == deepest
 
 
@@ -296,7 +297,7 @@ def test_rows_fed_in_pieces_with_trees_between(name, cuts):
     whole, expected = grow(draft, ids, (15, 4, 4))
     pieces = Eagle3Candidate(target_of("llama"), draft, TreeSettings(15, 4, 4))
     for start, end in zip([0, *cuts], [*cuts, 11], strict=True):
-        tree = pieces.draft_tree(features[:, start:end], ids[:, start + 1 : end + 1])
+        tree = pieces.draft_tree(DraftInputs(features[:, start:end], ids[:, start + 1 : end + 1]))
     assert pieces._cache.length == 11
     for mine, theirs in zip(cached(pieces), cached(whole), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
@@ -314,9 +315,9 @@ def test_each_round_starts_from_the_true_features_of_the_whole_text(family, tree
     rows = []
 
     class Watching(Eagle3Candidate):
-        def extend(self, features, tokens, positions=None, valid=None):
-            super().extend(features, tokens, positions, valid)
-            rows.append((self._cache.length, self._last, tokens))
+        def extend(self, inputs):
+            super().extend(inputs)
+            rows.append((self._cache.length, self._last, inputs.tokens))
 
     monkeypatch.setattr(loop, "Eagle3Candidate", Watching)
     target.generate(ids, max_new_tokens=30, assistant_model=draft.foretell(text[0, 9:]))

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from eagle3_hf.decoding.target import kv_cache as tree_cache
 from eagle3_hf.decoding.target import tree_attention
-from eagle3_hf.decoding.target.kv_cache import finish, keep_path, prepare, supported
+from eagle3_hf.decoding.target.kv_cache import finish, keep_paths, prepare, supported
 from eagle3_hf.decoding.tree import DraftTree
 from support.families import WINDOW, prompt, tiny
 
@@ -41,6 +41,12 @@ def slots(tensor):
 def fill(cache, start, count):
     for layer in range(2):
         cache.update(states(start, count), states(start, count) + 1000, layer)
+
+
+def keep_path(cache, past_length, nodes, num_nodes):
+    """`keep_paths` for sequences that all keep the same nodes."""
+    end = past_length + len(nodes)
+    keep_paths(cache, [past_length], [nodes], num_nodes, [end], end)
 
 
 def layers_of(kind):
