@@ -17,8 +17,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ..acceptance import SpeculationStats
 from ..model.features import FeatureReader, media_token_ids
 from ..model.modeling_eagle3 import Eagle3DraftModel
+from ..model.tree_settings import TreeSettings
 from .draft.candidate import Eagle3Candidate
-from .draft.growth import TreeSettings
 from .draft.inputs import DraftInputs, PromptMedia
 from .draft.sizing import RoundSizes, TreeSizer, sizer_of
 from .handover import CacheHandover

@@ -19,6 +19,7 @@ from eagle3_hf.model.features import FeatureReader
 from eagle3_hf.published_formats import WEIGHT_RENAMINGS
 from eagle3_hf.ttt.loss import Supervision, weighted_loss
 from eagle3_hf.ttt.settings import TTTSettings
+from support.trees import assert_valid
 
 
 TRACES = ["trace", "trace_small", "trace_chain"]
@@ -99,7 +100,7 @@ def test_every_tree_and_every_accepted_token_through_generate(reference, target,
     assert output[: len(trace["output"])] == trace["output"] == trace["hf_greedy"]
     for number, expected in enumerate(trace["rounds"]):
         tree = recorder.trees[number]
-        tree.validate()
+        assert_valid(tree)
         assert tree.host()[0].tokens == expected["tree_tokens"], number
         assert tree.host()[0].parents == expected["parents"], number
         assert tree.depths[0].tolist() == expected["tree_depths"], number

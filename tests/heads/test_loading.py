@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoModel, LlamaConfig
 
 from eagle3_hf import DraftTree, Eagle3Candidate, Eagle3DraftConfig, Eagle3DraftModel
-from eagle3_hf.decoding.draft.growth import TreeSettings
 from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.attention import CachedAttention, DraftCache
+from eagle3_hf.model.tree_settings import TreeSettings
 from eagle3_hf.published_formats import HeadFormatError
 from eagle3_hf.ttt.attention import TTTAttention
 from support.families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny

@@ -11,11 +11,13 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
 from eagle3_hf.decoding import loop
 from eagle3_hf.decoding.coupling import Noise
-from eagle3_hf.decoding.draft.growth import NoiseRanking, TreeSettings, greedy_ranking
+from eagle3_hf.decoding.draft.growth import NoiseRanking, greedy_ranking
 from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.model.tree_settings import TreeSettings
 from support.drafts import ForetellingDraft, draft_of, half_vocabulary, new_draft, set_tree, target_of
 from support.families import prompt
+from support.trees import assert_valid
 
 
 TREES = [(59, 8, 10), (15, 4, 4), (6, 3, 5), (4, 4, 1), (1, 1, 1), (3, 8, 2), (500, 2, 3), (60, 1, 40)]
@@ -115,7 +117,7 @@ def paths_of(tree) -> list[tuple[tuple[int, ...], float]]:
 
 
 def assert_same_tree(tree, expected) -> None:
-    tree.validate()
+    assert_valid(tree)
     found = paths_of(tree)
     assert [path for path, _ in found] == [path for path, _ in expected]
     torch.testing.assert_close(
@@ -197,7 +199,7 @@ def test_increments_are_never_positive_and_parents_are_kept(seed, scale, sampled
     torch.manual_seed(seed)
     noise = Noise(1, 320, "cpu") if sampled else None
     _, tree = grow(draft, ids, (15, 4, 4), noise=noise)
-    tree.validate()
+    assert_valid(tree)
     parents = tree.parents[0, 1:]
     assert bool((tree.scores[0, 1:] <= tree.scores[0, parents]).all())
     ranking = greedy_ranking if noise is None else NoiseRanking(noise, draft.draft_vocab_ids(), [])
@@ -266,7 +268,7 @@ def test_more_children_than_the_draft_has_words():
     target = target_of("llama")
     draft = Eagle3DraftModel.from_target(target, draft_vocab=[5, 9, 200]).eval()
     _, tree = grow(draft, prompt(5), (59, 3, 10))
-    tree.trimmed().validate()
+    assert_valid(tree.trimmed())
     assert len(tree.host()[0].tokens) - 1 == 3 + 9 + 9
 
 

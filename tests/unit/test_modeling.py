@@ -429,10 +429,10 @@ def test_cache_after_the_rounds_equals_one_made_from_scratch(family, sampled, mo
     candidates, fed = [], []
     extend = Eagle3Candidate.extend
 
-    def recording(candidate, features, tokens, *args):
+    def recording(candidate, inputs):
         candidates.append(candidate)
-        fed.append(tokens)
-        extend(candidate, features, tokens, *args)
+        fed.append(inputs.tokens)
+        extend(candidate, inputs)
 
     monkeypatch.setattr(Eagle3Candidate, "extend", recording)
     torch.manual_seed(3)

@@ -8,10 +8,10 @@ from statistics import median
 import pytest
 
 from eagle3_hf import Eagle3DraftModel
-from eagle3_hf.decoding import loop, patching
+from eagle3_hf.decoding import dispatch, loop
 from eagle3_hf.decoding.draft import candidate, sizing
-from eagle3_hf.decoding.draft.growth import TreeSettings
 from eagle3_hf.decoding.draft.sizing import Acceptance, Costs, TreeSizer, ranks_on_path, sizes_within
+from eagle3_hf.model.tree_settings import TreeSettings
 from support.drafts import MODES, SAMPLED, Recorder, compare, new_draft, padded, set_tree, target_of
 from support.families import prompt
 from support.more_families import tiny_or_skip
@@ -240,7 +240,7 @@ def test_a_call_that_decides_for_itself(lengths, mode, monkeypatch):
         target.register_forward_pre_hook(lambda module, args: seconds.append(seconds[-1] + 1.0)),
         draft.layers[0].register_forward_pre_hook(lambda module, args: seconds.append(seconds[-1] + 0.1)),
     ]
-    monkeypatch.setattr(patching, "SpeculativeDecoding", partial(loop.SpeculativeDecoding, clock=lambda: seconds[-1]))
+    monkeypatch.setattr(dispatch, "SpeculativeDecoding", partial(loop.SpeculativeDecoding, clock=lambda: seconds[-1]))
     try:
         for seed in range(2):
             compare(target, draft, padded(lengths), seed=seed, max_new_tokens=60, accepts=False, **mode)

@@ -9,11 +9,11 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ...model.attention import CachedAttention, DraftCache
 from ...model.modeling_eagle3 import Eagle3DraftModel
 from ...model.offload import home_of
-from ...model.tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
+from ...model.tree_settings import TreeSettings, draft_window, tree_settings
 from ...utils.logging import get_logger
 from ..coupling import Noise
 from ..tree import DraftTree
-from .growth import NoiseRanking, Ranking, TreeGrower, TreeSettings, greedy_ranking
+from .growth import NoiseRanking, Ranking, TreeGrower, greedy_ranking
 from .inputs import DraftInputs
 
 
@@ -241,39 +241,3 @@ class Eagle3Candidate(CandidateGenerator):
                 "final norm: pass the draft as assistant_model= instead"
             )
         return torch.cat([hidden_states[i].to(hidden_states[ids[-1]].device) for i in ids], dim=-1)
-
-
-def draft_window(draft: Eagle3DraftModel) -> int | None:
-    """Rows that the draft looks back, by its generation config; `None` for all."""
-    window = getattr(draft.generation_config, "assistant_window", None)
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"assistant_window must be None or an int of at least 1, got {window!r}")
-    return window
-
-
-def tree_settings(
-    draft: Eagle3DraftModel, target: PreTrainedModel, num_assistant_tokens: int | str | None = None
-) -> TreeSettings:
-    """The draft's own settings, with a call's number of nodes instead of its own when given.
-
-    Where neither sets anything, the size is chosen by the target's device; where only some fields are set, the paper's
-    tree has the others. `"auto"` for the number of nodes makes the settings the limits of what `sizing` chooses.
-    """
-    given = given_tree(draft.generation_config)
-    if num_assistant_tokens is not None:
-        given["num_assistant_tokens"] = num_assistant_tokens
-    at_most = given.get("num_assistant_tokens") == "auto"
-    tree = {**PAPER_TREE, **given} if given else _default_tree(target)
-    num_nodes = PAPER_TREE["num_assistant_tokens"] if at_most else tree["num_assistant_tokens"]
-    return TreeSettings(num_nodes, tree["assistant_tree_depth"], tree["assistant_tree_top_k"], at_most)
-
-
-def _default_tree(target: PreTrainedModel) -> dict[str, int]:
-    """By where the target's weights are; offloaded ones are nowhere, and dear enough to fetch for a large tree."""
-    on_cpu = all(parameter.device.type == "cpu" for parameter in target.parameters())
-    tree, where = (CPU_TREE, "its target is on a CPU") if on_cpu else (PAPER_TREE, "its target is on an accelerator")
-    logger.info_once(
-        f"The draft head has no tree settings and {where}: it drafts {in_words(tree)} (nodes / levels / children). To "
-        f"choose another tree, set {', '.join(PAPER_TREE)} on draft.generation_config."
-    )
-    return tree

@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ...model.tree_settings import TreeSettings
 from ...utils.logging import get_logger
 from ..tree import DraftTree
-from .growth import TreeSettings
 
 
 logger = get_logger(__name__)

@@ -23,11 +23,11 @@ from ..output.outputs import KeyColumns
 from .static_cache import RoomyLayer, give_back_room, make_room
 
 
-class _RecordingWindowLayer(DynamicSlidingWindowLayer):
-    """A sliding layer that evicts nothing by itself, for transformers before 5.14, whose own cannot be asked to.
+class _TreeWindowLayer(DynamicSlidingWindowLayer):
+    """A sliding layer that evicts nothing by itself; each `keep_paths` cuts it to what a sequence can still see.
 
     It lives between `prepare` and `finish` only, by exchanging the class of the user's layer: the layer stays the same
-    object with the same fields, and each `keep_paths` cuts it to the window.
+    object with the same fields.
     """
 
     def update(
@@ -37,13 +37,6 @@ class _RecordingWindowLayer(DynamicSlidingWindowLayer):
         keys, values = super(DynamicSlidingWindowLayer, self).update(key_states, value_states, *args, **kwargs)
         self.cumulative_length += key_states.shape[2]
         return keys, values
-
-
-class _RaggedWindowLayer(_RecordingWindowLayer):
-    """A sliding layer of a batch whose sequences end at different slots: it keeps what the shortest can still see.
-
-    Like its base it lives between `prepare` and `finish` only.
-    """
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         kept = self.keys.shape[2] if self.is_initialized else 0
@@ -100,8 +93,7 @@ def _padded_moves(cache_len: int, path: Sequence[int], tree_start: int, length: 
 _KNOWN: set[type] = {
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    _RecordingWindowLayer,
-    _RaggedWindowLayer,
+    _TreeWindowLayer,
     StaticLayer,
     RoomyLayer,
 }
@@ -157,24 +149,18 @@ def key_columns(cache: Cache, layer_types: Sequence[str] | None) -> list[KeyColu
     return found
 
 
-def prepare(cache: Cache, ragged: bool = False, free_slots: int = 0) -> None:
-    """Ask the cache to keep what a rejected tree would have evicted; call it after the prefill, so that the prompt is
-    stored as vanilla stores it.
+def prepare(cache: Cache, free_slots: int = 0) -> None:
+    """Ask the cache to keep what a rejected tree would have evicted.
+
+    To be called after the prefill, so that the prompt is stored as plain decoding stores it.
 
     Args:
-        ragged: Sequences of the batch may come to end at different slots.
         free_slots: Slots that text and trees may take from here on; static caches need them beforehand.
     """
     make_room(cache, free_slots)
     for layer in cache.layers:
-        if type(layer) is not DynamicSlidingWindowLayer:
-            continue
-        if ragged:
-            layer.__class__ = _RaggedWindowLayer
-        elif hasattr(layer, "activate_past_recording"):
-            layer.activate_past_recording()
-        else:
-            layer.__class__ = _RecordingWindowLayer
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.__class__ = _TreeWindowLayer
 
 
 def finish(cache: Cache, kept: bool = True) -> None:
@@ -186,18 +172,13 @@ def finish(cache: Cache, kept: bool = True) -> None:
     _wait_for_copies(cache)
     give_back_room(cache, kept)
     for layer in cache.layers:
-        kind: type = type(layer)
-        if isinstance(layer, StaticLayer) and layer.is_initialized:
+        if not layer.is_initialized:
+            continue
+        if isinstance(layer, StaticLayer):
             layer.keys[:, :, int(layer.get_seq_length()) :] = 0
             layer.values[:, :, int(layer.get_seq_length()) :] = 0
-            continue
-        if kind in (_RecordingWindowLayer, _RaggedWindowLayer):
-            layer.__class__ = DynamicSlidingWindowLayer
-        elif getattr(layer, "record_past", False):
-            layer.record_past = False
-        else:
-            continue
-        if layer.is_initialized:
+        elif type(layer) is _TreeWindowLayer:
+            layer.__class__ = DynamicSlidingWindowLayer  # type: ignore[assignment]
             layer.keys = layer.keys[:, :, 1 - layer.sliding_window :]
             layer.values = layer.values[:, :, 1 - layer.sliding_window :]
 
@@ -248,8 +229,8 @@ def keep_paths(
         moves.apply(layer.keys, offset)
         moves.apply(layer.values, offset)
         _drop_last(layer, end - max(new_lens))
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            _forget_unseen(layer, needed_from if isinstance(layer, _RaggedWindowLayer) else max(new_lens))
+        if isinstance(layer, _TreeWindowLayer):
+            _forget_unseen(layer, needed_from)
 
 
 def drop_unfinished(cache: Cache, length: int) -> None:
@@ -287,7 +268,7 @@ def _drop_last(layer: Any, count: int) -> None:
         layer.cumulative_length -= count
 
 
-def _forget_unseen(layer: DynamicSlidingWindowLayer, needed_from: int) -> None:
+def _forget_unseen(layer: _TreeWindowLayer, needed_from: int) -> None:
     first = layer.cumulative_length - layer.keys.shape[2]
     unseen = max(0, needed_from - (layer.sliding_window - 1) - first)
     kept = layer.keys.shape[2] - unseen

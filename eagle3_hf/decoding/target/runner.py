@@ -131,7 +131,7 @@ class TargetRun:
         """Trees, or chains, are to enter the cache; one that has lost the past gets neither."""
         if not self.forgets:
             self._prepared.append(cache)
-            kv_cache.prepare(cache, len(self._batch) > 1 and self.ability.way is Way.TREE, free_slots)
+            kv_cache.prepare(cache, free_slots)
 
     def finish(self) -> None:
         """Every cache that was prepared is again one that no tree ever entered."""
