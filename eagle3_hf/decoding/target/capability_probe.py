@@ -71,19 +71,19 @@ _trials = threading.Lock()  # a hook that two threads try at once would seem to 
 
 
 def ability_of(
-    target: PreTrainedModel, device: torch.device | None = None, cache: Any = None, rows: int = 1
+    target: PreTrainedModel, device: torch.device | None = None, cache: Any = None, batch_size: int = 1
 ) -> Ability:
     """What the target can verify, on this cache if one is given: known, found before, or found now.
 
     A log line says why where it is no tree.
 
     Args:
-        rows: Of the batch, for hooks that know it (a steering vector or an adapter for each row).
+        batch_size: For hooks that know it (a steering vector or an adapter for each sequence).
     """
     ability, custom = known_ability(target), custom_code(target)
     if ability is None or (custom and ability.way is not Way.PLAIN):
         with _trials:
-            ability = _tried(target, device or target.device, rows if custom else 1, ability, custom)
+            ability = _tried(target, device or target.device, batch_size if custom else 1, ability, custom)
     if ability.way is Way.CHAIN and any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ())):
         # Windows by slot would be measured from the end of a larger cache, and states could not be put back.
         ability = Ability(Way.PLAIN, f"{ability.reason}, and chains need a cache that grows")
@@ -95,17 +95,17 @@ def ability_of(
 
 
 def _tried(
-    target: PreTrainedModel, device: torch.device, rows: int, known: Ability | None, custom: Sequence[CustomCode]
+    target: PreTrainedModel, device: torch.device, batch_size: int, known: Ability | None, custom: Sequence[CustomCode]
 ) -> Ability:
     """The verdict of a trial, now or earlier, with the custom code that is there; its memory is left as it was."""
     verdicts = _found.setdefault(type(target), _Verdicts())
-    config = _key(target), rows
+    config = _key(target), batch_size
     key = config, *(verdicts.settings(piece) for piece in custom)
     if key in verdicts.abilities:
         return verdicts.abilities[key]
     memories = [Memory(piece.code) for piece in custom]
     try:
-        ability = _try_out(target, device, rows, known, custom)
+        ability = _try_out(target, device, batch_size, known, custom)
     finally:
         counting = [piece.name for piece, memory in zip(custom, memories, strict=True) if memory.has_counted()]
         for piece, memory in zip(custom, memories, strict=True):
@@ -127,7 +127,7 @@ def _key(target: PreTrainedModel) -> str:
 def _try_out(
     target: PreTrainedModel,
     device: torch.device,
-    rows: int = 1,
+    batch_size: int = 1,
     known: Ability | None = None,
     custom: Sequence[CustomCode] = (),
 ) -> Ability:
@@ -139,7 +139,7 @@ def _try_out(
     """
     name = " with ".join([type(target).__name__, *(piece.name for piece in custom[:1])])
     with _undisturbed(target):
-        trial = _Trial(target, device, rows, _HALF_MOST if known is None else _HALF_MOST_KNOWN)
+        trial = _Trial(target, device, batch_size, _HALF_MOST if known is None else _HALF_MOST_KNOWN)
         if known is not None and known.way is Way.CHAIN:
             why_no_tree = known.reason
         elif trial.restores:
@@ -183,15 +183,17 @@ def _undisturbed(target: PreTrainedModel) -> Iterator[None]:
 class _Trial:
     """Forwards of a target over made-up ids, each on a short cache of its own.
 
-    All rows are alike but for what hooks make of them.
+    All sequences are alike but for what hooks make of them.
 
     Args:
-        rows: B.
+        batch_size: B.
         half_most: Greatest difference in half precision.
     """
 
-    def __init__(self, target: PreTrainedModel, device: torch.device, rows: int = 1, half_most: float = _HALF_MOST):
-        self._target, self._device, self._rows, self._half_most = target, device, rows, half_most
+    def __init__(
+        self, target: PreTrainedModel, device: torch.device, batch_size: int = 1, half_most: float = _HALF_MOST
+    ):
+        self._target, self._device, self._batch_size, self._half_most = target, device, batch_size, half_most
         self._config = target.config.get_text_config()
         self._dtype = target.dtype  # some models give logits of half precision as float32
         self.restores = has_states(self._new_cache())
@@ -272,7 +274,7 @@ class _Trial:
         for tokens, kept in parts:
             outputs = run.verify(DraftTree.chain(self._batch(tokens)))
             logits.append(outputs.logits[:, -len(tokens) :][:, :kept])
-            run.keep([list(range(kept))] * self._rows, len(tokens), [end + kept for end in batch.cache_lens], 0)
+            run.keep([list(range(kept))] * self._batch_size, len(tokens), [end + kept for end in batch.cache_lens], 0)
         return torch.cat(logits, dim=1), run.cache
 
     def _at_once(self, path: list[int]) -> torch.Tensor:
@@ -300,7 +302,7 @@ class _Trial:
         return kwargs
 
     def _batch(self, ids: list[int]) -> torch.Tensor:
-        return torch.tensor([ids], device=self._device).repeat(self._rows, 1)
+        return torch.tensor([ids], device=self._device).repeat(self._batch_size, 1)
 
 
 def _is_id(value: Any) -> bool:
