@@ -13,7 +13,7 @@ from ...model.tree_settings import TreeSettings, draft_window, tree_settings
 from ...utils.logging import get_logger
 from ..coupling import Noise
 from ..tree import DraftTree
-from .growth import NoiseRanking, Ranking, TreeGrower, greedy_ranking
+from .growth import CoupledRanking, Ranking, TreeGrower, greedy_ranking
 from .inputs import DraftInputs
 
 
@@ -39,7 +39,7 @@ class Eagle3Candidate(CandidateGenerator):
         warpers: The call's prefix-free warpers, for the draft's probabilities when sampling.
         start_position: Position of the first feature that will be fed (> 0 when an older cache is continued).
         pad_token_id: For padding nodes.
-        use_noise: See [`NoiseRanking`].
+        coupled: See [`CoupledRanking`].
     """
 
     requires_model_outputs = True
@@ -54,7 +54,7 @@ class Eagle3Candidate(CandidateGenerator):
         warpers: Sequence[Callable] = (),
         start_position: int = 0,
         pad_token_id: int = 0,
-        use_noise: bool = True,
+        coupled: bool = True,
     ):
         draft._require_vocabulary("drafting")
         draft.check_target(target)
@@ -70,7 +70,7 @@ class Eagle3Candidate(CandidateGenerator):
         self._borrowed = draft.borrow(target)
         self._ranking: Ranking = greedy_ranking
         if noise is not None:
-            self._ranking = NoiseRanking(noise, draft.draft_vocab_ids(), warpers, use_noise)
+            self._ranking = CoupledRanking(noise, draft.draft_vocab_ids(), warpers, coupled)
         self._grower = TreeGrower(draft, self._borrowed, self._ranking, pad_token_id)
 
     def feed_later(self, inputs: DraftInputs) -> None:
@@ -204,7 +204,7 @@ class Eagle3Candidate(CandidateGenerator):
         self._feed_pending()
         if max_depth is not None and max_depth < 1:
             return DraftTree.root_only(roots)
-        if isinstance(self._ranking, NoiseRanking):
+        if isinstance(self._ranking, CoupledRanking):
             self._ranking.offsets = leads
         settings = settings or self.settings
         settings = settings.capped(max_depth or settings.depth)

@@ -29,7 +29,7 @@ def greedy_ranking(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torc
     return log_probs, log_probs
 
 
-class NoiseRanking:
+class CoupledRanking:
     """Rank by what the coming noise makes of the draft's probabilities.
 
     The target will choose `argmax(p / e)` with a known `e` (see `noise.py`); the best guess of it is `argmax(q / e)`.
@@ -39,14 +39,14 @@ class NoiseRanking:
         noise: The run's noise.
         draft_ids: (D,) target ids of the draft vocabulary.
         warpers: The call's own temperature and cutoffs, applied to the draft's logits as to the target's.
-        use_noise: `False` ranks by the warped `q` alone, to measure what knowing the noise is worth.
+        coupled: `False` ranks by the warped `q` alone, to measure what knowing the noise is worth.
     """
 
-    def __init__(self, noise: Noise, draft_ids: torch.Tensor, warpers: Sequence[Callable], use_noise: bool = True):
+    def __init__(self, noise: Noise, draft_ids: torch.Tensor, warpers: Sequence[Callable], coupled: bool = True):
         self._noise = noise
         self._draft_ids = draft_ids
         self._warpers = warpers
-        self._use_noise = use_noise
+        self._use_noise = coupled
         self.offsets: list[int] | None = None  # steps that each sequence is ahead of the generator; None: all 0
         # Ids that a processor has cut off the end of the scores: nothing will choose them.
         self._missing = max(0, int(draft_ids.max()) + 1 - noise.vocab_size)

@@ -1,7 +1,7 @@
 """How large a tree pays on this machine, for this target, batch and context; none where no tree does.
 
 A tree is worth `(1 + accepted) / seconds` tokens a second and sequence, to draft and verify it; a plain step
-`1 / seconds`. Seconds are measured: every round is a measurement of its own size, other sizes lie on the line through those known.
+`1 / seconds`. Seconds are measured: every round is a measurement of its own size, and other sizes are interpolated.
 What a smaller tree would have accepted is known exactly, since trees are nested: it holds the best nodes of the larger
 one, so that the *ranks* of the accepted nodes say it all. For larger trees it is guessed, on the bright side, and a
 guess that looks better by more than a little is tried.
