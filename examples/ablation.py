@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
-from eagle3_hf.training.callbacks import MeasureTau
-from eagle3_hf.training.data.encoding import load_chats, prepare_dataset
+from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments, MeasureTau, load_chats, prepare_dataset
 from eagle3_hf.utils.devices import own_device
 
 
