@@ -18,10 +18,9 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from decoding.test_stopping import AfterCalls, raising, surroundings, tokenizer  # noqa: F401 - a fixture
 from eagle3_hf.decoding import loop
 from eagle3_hf.decoding.target.runner import CACHE_KEY
-from heads.test_variants import HEADS, deepseek
+from support.callbacks import AfterCalls, raising, surroundings
 from support.drafts import (
     FOUR,
     MODES,
@@ -41,7 +40,8 @@ from support.drafts import (
     set_tree,
     target_of,
 )
-from support.families import FAMILIES, VOCAB_SIZE, prompt
+from support.families import FAMILIES, VOCAB_SIZE, deepseek, prompt
+from support.heads import VARIANTS
 
 
 TWO = pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -121,10 +121,10 @@ def test_a_row_of_padding_alone(family, mode):
 @TWO
 @MODES
 @pytest.mark.parametrize(
-    "name", [name for name in HEADS if "latent with" in name or "one of" in name or "output" in name]
+    "name", [name for name in VARIANTS if "latent with" in name or "one of" in name or "output" in name]
 )
 def test_other_heads(name, family, mode):
-    draft = set_tree(new_draft(target_of(family), half=False, **HEADS[name]), "cpu")
+    draft = set_tree(new_draft(target_of(family), half=False, **VARIANTS[name]), "cpu")
     compare(target_of(family), draft, padded([25, 6]), **mode)
 
 

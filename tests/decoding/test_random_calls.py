@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoding.test_stopping import tokenizer  # noqa: F401 - a fixture
 from support.drafts import ForetellingDraft, assert_close, assert_same_cache, cache_of, set_tree, target_of
 from support.families import FAMILIES
 from support.random_calls import Call, Outcome, draw, head_of, hooked, run, run_as_it_is
