@@ -26,7 +26,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--temperature", type=not_negative, default=0.0, help="0 is greedy; else sampled from equal seeds"
     )
-    parser.add_argument("--ignore-noise", action="store_true", help="when sampling, draft without the known noise")
+    parser.add_argument(
+        "--ignore-noise", action="store_true", help="when sampling, draft without the coupled sampling"
+    )
     parser.add_argument("--tree", action="append", help="nodes/depth/top_k, such as 15/4/4; repeat for several")
     parser.add_argument("--round-cost", action="store_true", help="measure rounds of each --tree against plain steps")
     add_placement(parser)

@@ -5,8 +5,7 @@ import os
 import torch
 from tqdm.auto import tqdm
 
-from ..decoding.draft.candidate import tree_settings
-from ..model.tree_settings import given_tree
+from ..model.tree_settings import given_tree, tree_settings
 from ..model.vocab import check_tokenizer
 from .bench import TREE_FIELDS, TaskResult, compare, encode, round_cost
 from .tasks import load_tasks
@@ -40,7 +39,7 @@ def print_tasks(
     """Measure every task of a folder with one tree and print a Markdown table."""
     check_tokenizer(draft.config, tokenizer)
     held = set_tree(target, draft, tree)
-    draft.generation_config.assistant_known_noise = not ignore_noise
+    draft.generation_config.assistant_coupled_sampling = not ignore_noise
     tasks = load_tasks(folder, questions)
     results = {name: TaskResult() for name in tasks}
     compare(target, draft, encode(tokenizer, "Hello", target.device), **{**options, "max_new_tokens": 8})  # warm up
