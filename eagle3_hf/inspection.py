@@ -191,7 +191,7 @@ def _summary(found: Inspection) -> str:
     return "\n".join(
         [
             f"head           {found.path}",
-            f"dialect        {found.described.dialect}",
+            f"format         {found.described.format_name}",
             f"parameters     {_count(size)} in the file, {str(config.dtype).removeprefix('torch.')}",
             f"borrows        {', '.join(lent) or 'nothing'}",
             f"drafts         {share} of a vocabulary of {config.vocab_size}",

@@ -82,7 +82,7 @@ def test_facts():
 
 def test_heads_that_say_less():
     text = card_text(config_of(target_layer_ids=None, draft_vocab_size=320, own_lm_head=False))
-    assert "not recorded: settled when the head meets its target" in text
+    assert "not recorded; they follow from the target" in text
     assert "the target's, 320 tokens" in text
     assert "| output layer | the target's, borrowed |" in text
     assert "tree saved with it" not in text

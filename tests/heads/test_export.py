@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import eagle3_hf
 from eagle3_hf import Eagle3DraftModel, export_head
 from eagle3_hf.cli import main
-from eagle3_hf.export import ENGINES, FORMATS, ExportError, needs_target_weights, obstacles
+from eagle3_hf.export import ENGINES, FORMATS, ExportError, needs_target_weights, unsupported_features
 from eagle3_hf.model.layers import Eagle3RotaryEmbedding
 from support.engine_heads import HEADS, SGLANG, SPECULATORS, VLLM
 from support.families import VOCAB_SIZE, tiny
@@ -273,7 +273,7 @@ def test_every_reason_at_once(tmp_path):
         export_head(draft, tmp_path / "out", SGLANG)
     for reason in ("norm_before_residual", "qk_norm", "fc_bias", "hidden_act"):
         assert f"- {reason}" in str(error.value)
-    assert len(obstacles(draft.config, SGLANG)) == 4
+    assert len(unsupported_features(draft.config, SGLANG)) == 4
 
 
 def test_unset_vocabulary(tmp_path):

@@ -40,7 +40,7 @@ def test_every_published_head_can_be_looked_at(row, tmp_path):
     found = inspect_head(shape_only(row, tmp_path))
     report = str(found)
     assert found.problems == []
-    assert line(report, "dialect") == found.described.dialect
+    assert line(report, "format") == found.described.format_name
     assert all(note in report for note in found.described.notes)
     assert all(name in report for name in row.dropped)
     assert f"draft_vocab_size = {row.shape.draft_vocab}" in report

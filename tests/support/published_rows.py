@@ -280,7 +280,7 @@ SPECFORGE = [
         ("AvitoTech/avibe-eagle",),
         config={"num_hidden_layers": 36, "rope_theta": 1000000},
         rope=rope(1000000.0),
-        notes=("num_hidden_layers 36, its tensors are of 1",),
+        notes=("num_hidden_layers 36, but it has tensors of 1",),
     ),
     Row(
         "Community, plain",
