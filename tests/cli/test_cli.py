@@ -269,7 +269,7 @@ def test_options_may_be_spelt_with_underscores_and_dtypes_short(model_folder, tm
         (ModuleNotFoundError("No module named 'gguf'", name="gguf"), "^gguf is missing .*: pip install gguf$"),
         (
             OSError("We couldn't connect to 'https://x' to load the files.\nCheck."),
-            "^no/where is no folder or file here",
+            "^no/where is not a local folder or file",
         ),
         (KeyError("rope"), "^unexpected KeyError: rope .eagle3-hf --traceback COMMAND ... shows where.$"),
         (KeyError("a metric is not there"), "^unexpected KeyError: a metric is not there "),
@@ -316,7 +316,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, capsys):
     first, last = capsys.readouterr().err.strip().splitlines()
     assert first == "http://127.0.0.1:9 cannot be reached: of nobody/nothing only what is cached is used"
     assert last.startswith(
-        "eagle3-hf inspect: nobody/nothing is no folder or file here, and the Hub cannot be reached"
+        "eagle3-hf inspect: nobody/nothing is not a local folder or file, and the Hub cannot be reached"
     )
     assert constants.HF_HUB_OFFLINE
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -378,7 +378,7 @@ def test_the_device_of_a_process(monkeypatch):
     assert [device(text) for text in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda:1"]
     for text in ("cuda:2", "mps"):
         with pytest.raises(
-            argparse.ArgumentTypeError, match=f"there is no {text} here, but cpu, cuda, cuda:0, cuda:1"
+            argparse.ArgumentTypeError, match=f"this machine has no {text}, but cpu, cuda, cuda:0, cuda:1"
         ):
             device(text)
     monkeypatch.setenv("LOCAL_RANK", "2")

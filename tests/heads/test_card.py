@@ -141,7 +141,7 @@ def test_an_untouched_card_is_renewed(tmp_path):
     "edit",
     [
         lambda text: text + "\nTrained on my own chats.\n",
-        lambda text: text.replace("guesses", "proposes"),
+        lambda text: text.replace("drafts", "proposes"),
         lambda text: text.replace("---\nbase_model", "---\nlicense: mit\nbase_model", 1),
         lambda text: text.replace("- eagle3\n", "- eagle3\n- math\n", 1),
         lambda text: "My own words.",

@@ -143,13 +143,13 @@ def test_names_of_nothing(command, folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--dtype", "bf61", "'bf61' is no dtype: choose from auto, float32, fp32, bfloat16, bf16"),
-        ("--device", "auto", "auto is no device, but a --device-map"),
-        ("--device", "gpu", "'gpu' is no device, such as cpu, cuda or cuda:1"),
+        ("--dtype", "bf61", "'bf61' is not a dtype: choose from auto, float32, fp32, bfloat16, bf16"),
+        ("--device", "auto", "auto is not a device; pass it as --device-map"),
+        ("--device", "gpu", "'gpu' is not a device, such as cpu, cuda or cuda:1"),
         ("--device", "cuda:99", "there is no cuda:99 here, but cpu"),
         ("--device", "meta", "there is no meta here, but cpu"),
-        ("--device-map", "{", "{ is no JSON"),
-        ("--device-map", "everywhere", "'everywhere' is no device"),
+        ("--device-map", "{", "{ is not valid JSON"),
+        ("--device-map", "everywhere", "'everywhere' is not a device"),
     ],
 )
 @pytest.mark.parametrize("command", ["datagen", "features", "cost", "bench", "train"])
@@ -227,7 +227,7 @@ def test_questions_of_the_wrong_kind(content, words, folder, tmp_path, capsys, m
         ("missing", "is neither a local folder nor a Hub id"),
         ("binary", "is a file: expected the folder of a model"),
         ("nothing", "has no config.json: it is not the folder of a model"),
-        ("broken", "is no JSON"),
+        ("broken", "is not valid JSON"),
         ("listed", "is no config: expected a JSON object, found a list"),
     ],
 )
@@ -309,4 +309,4 @@ def test_config_files_of_the_wrong_kind(name, folder, tmp_path, capsys):
 def test_hub_ids_that_are_not_here(command, folder, tmp_path, capsys):
     words = valid(folder, tmp_path, command)
     words[0] = "nobody/no-such-model"
-    assert "nobody/no-such-model is no folder or file here" in refused([command, *words], capsys)
+    assert "nobody/no-such-model is not a local folder or file" in refused([command, *words], capsys)
