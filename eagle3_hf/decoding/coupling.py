@@ -57,8 +57,8 @@ class Noise:
 
     def peek(self, step: int) -> torch.Tensor:
         """
-        The noise `e` `(B, V)` of a step to come, 0 being the next one. The real generator does not move; the tensor is
-        the one `choose` will use, so do not write to it.
+        The noise `e` `(B, V)` of a step to come, 0 being the next one. The real generator does not move; the tensor
+        is the one that the step will use, so do not write to it.
         """
         return self.peek_at([step])[0]
 
@@ -66,33 +66,6 @@ class Noise:
         """The noise `(B, V)` of each of some steps to come (see `peek`), all from one state of the generator."""
         self._drop_if_moved()
         return [self._draw_up_to(step) for step in steps]
-
-    def choose(self, probs: torch.Tensor) -> torch.Tensor:
-        """
-        What `torch.multinomial(probs, 1)` would return now, and the generator moves as it would.
-
-        Args:
-            probs (`torch.Tensor` of shape `(B, V)`): the probabilities after all processors.
-
-        Returns:
-            `torch.Tensor` of shape `(B,)`, int64.
-
-        Raises:
-            `ValueError`: shape or dtype is not the one this noise was made for.
-            `RuntimeError`: torch.multinomial's own, for NaN, inf, negative or all-zero probabilities.
-        """
-        if not self.fits(probs):
-            raise ValueError(
-                f"this noise is for probabilities of shape {self._shape} in {self._dtype}, got {tuple(probs.shape)} "
-                f"in {probs.dtype}; make a new `Noise` for them"
-            )
-        winners, valid = self.race(probs, self.peek(0))
-        if not valid:
-            return torch.multinomial(probs, 1).squeeze(-1)
-        if not self.claim():
-            winners, _ = self.race(probs, self.peek(0))
-        self.advance()
-        return winners
 
     @staticmethod
     def race(probs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, bool]:

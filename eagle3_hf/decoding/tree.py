@@ -18,6 +18,14 @@ class HostTree(NamedTuple):
     tokens: list[int]
     parents: list[int]
 
+    @property
+    def depth(self) -> int:
+        """Drafted tokens of the longest path; 0 for the root alone."""
+        depths = [0] * len(self.parents)
+        for node in range(1, len(self.parents)):
+            depths[node] = depths[self.parents[node]] + 1
+        return max(depths)
+
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
@@ -91,14 +99,7 @@ class DraftTree:
     @cached_property
     def max_depth(self) -> int:
         """Longest drafted path of the batch, in tokens; 0 when only roots are there. Waits for the device."""
-        return max(self._path_length(tree.parents) for tree in self.host())
-
-    @staticmethod
-    def _path_length(parents: Sequence[int]) -> int:
-        depths = [0] * len(parents)
-        for node in range(1, len(parents)):
-            depths[node] = depths[parents[node]] + 1
-        return max(depths)
+        return max(tree.depth for tree in self.host())
 
     def host(self) -> list[HostTree]:
         """Each row's real nodes as Python lists. One transfer for the whole tree, at the first call only."""
@@ -156,51 +157,6 @@ class DraftTree:
             node = parents[node]
             path.append(node)
         return path[::-1]
-
-    def validate(self) -> None:
-        """
-        Check every promise of the class; for tests and debugging, not for the hot path.
-
-        Raises:
-            `ValueError`: naming the first broken promise and where it broke.
-        """
-        self._validate_shapes()
-        size = self.tokens.shape[1]
-        for row, (count, parents) in enumerate(zip(self.num_nodes.tolist(), self.parents.tolist(), strict=True)):
-            if not 1 <= count <= size:
-                raise ValueError(f"row {row} claims {count} nodes, but a row holds 1 to {size}")
-            if parents[0] != -1:
-                raise ValueError(f"row {row}: the root's parent must be -1, got {parents[0]}")
-            for node in range(1, size):
-                parent = parents[node]
-                if node < count and not 0 <= parent < node:
-                    raise ValueError(f"row {row}: the parent of node {node} must be in 0..{node - 1}, got {parent}")
-                if node >= count and parent != 0:
-                    raise ValueError(f"row {row}: the parent of padding node {node} must be 0, got {parent}")
-            self._validate_siblings(row)
-
-    def _validate_shapes(self) -> None:
-        shape = tuple(self.tokens.shape)
-        for name in ("parents", "scores", "log_probs"):
-            found = tuple(getattr(self, name).shape)
-            if found != shape:
-                raise ValueError(f"`{name}` must have the shape of `tokens`, {shape}, got {found}")
-        if tuple(self.num_nodes.shape) != shape[:1]:
-            raise ValueError(f"`num_nodes` must have shape {shape[:1]}, got {tuple(self.num_nodes.shape)}")
-        for name in ("tokens", "parents", "num_nodes"):
-            if getattr(self, name).dtype != torch.int64:
-                raise ValueError(f"`{name}` must be int64, got {getattr(self, name).dtype}")
-        for name in ("scores", "log_probs"):
-            if getattr(self, name).dtype != torch.float32:
-                raise ValueError(f"`{name}` must be float32, got {getattr(self, name).dtype}")
-
-    def _validate_siblings(self, row: int) -> None:
-        tokens, parents = self.host()[row]
-        seen: dict[tuple[int, int], int] = {}
-        for node in range(1, len(tokens)):
-            first = seen.setdefault((parents[node], tokens[node]), node)
-            if first != node:
-                raise ValueError(f"row {row}: siblings {first} and {node} carry the same token {tokens[node]}")
 
 
 def select(

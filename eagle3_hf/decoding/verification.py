@@ -6,8 +6,6 @@ Nothing here knows the draft. The tokens are the target's choices, so they are w
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
-
 from .tree import HostTree
 
 
@@ -76,8 +74,3 @@ class Walk:
             if not self._together.intersection(cursor) <= following.keys():
                 following = {row: node for row, node in following.items() if row not in self._together}
             cursor = following
-
-
-def greedy_choices(logits: torch.Tensor) -> torch.Tensor:
-    """The target's greedy choice at every node: `logits` `(B, N, V)` to ids `(B, N)` (first of equals, as vanilla)."""
-    return logits.argmax(dim=-1)

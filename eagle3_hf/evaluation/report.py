@@ -5,8 +5,7 @@ import os
 import torch
 from tqdm.auto import tqdm
 
-from ..decoding.draft.candidate import tree_settings
-from ..model.tree_settings import given_tree
+from ..model.tree_settings import given_tree, tree_settings
 from ..model.vocab import check_tokenizer
 from .bench import TREE_FIELDS, TaskResult, compare, encode, round_cost
 from .tasks import load_tasks

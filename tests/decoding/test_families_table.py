@@ -25,7 +25,7 @@ def test_a_family(name):
 @pytest.mark.parametrize("name", ["falcon_alibi", "gpt_neo"])
 def test_the_measure_sees_a_wrong_tree(name, monkeypatch):
     target = tiny_other(name)
-    monkeypatch.setattr("eagle3_hf.decoding.patching.ability_of", lambda *args: TREE)
+    monkeypatch.setattr("eagle3_hf.decoding.dispatch.ability_of", lambda *args: TREE)
     inputs = table.inputs_of(name, 1, 0)
     found = table.difference(target, new_draft(target, half=False), inputs, table.TREE_PARENTS)
     assert found > 100 * table.MOST

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from eagle3_hf import Eagle3DraftConfig, Eagle3DraftModel
-from eagle3_hf.decoding import patching
+from eagle3_hf.decoding import validation
 from eagle3_hf.decoding.target.capability_probe import ability_of
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from eagle3_hf.model import vocab
@@ -152,7 +152,7 @@ def words(prefix: str) -> PreTrainedTokenizerFast:
 def test_a_tokenizer_with_another_vocabulary_is_named_once(monkeypatch):
     target, draft, said = target_of("llama"), new_draft(target_of("llama")), []
     vocab.record_tokenizer(draft.config, words("w"))
-    monkeypatch.setattr(patching.logger, "warning", said.append)
+    monkeypatch.setattr(validation.logger, "warning", said.append)
     other = words("v")
     for _ in range(2):
         target.generate(prompt(5), max_new_tokens=4, assistant_model=draft, tokenizer=other)
@@ -163,7 +163,7 @@ def test_a_tokenizer_with_another_vocabulary_is_named_once(monkeypatch):
 def test_a_tokenizer_is_compared_once(monkeypatch):
     target, draft, tokenizer, hashed = target_of("llama"), new_draft(target_of("llama")), words("w"), []
     vocab.record_tokenizer(draft.config, tokenizer)
-    monkeypatch.setattr(patching, "check_tokenizer", lambda *both: hashed.append(both))
+    monkeypatch.setattr(validation, "check_tokenizer", lambda *both: hashed.append(both))
     for count in (1, 1):
         target.generate(prompt(5), max_new_tokens=4, assistant_model=draft, tokenizer=tokenizer)
         assert len(hashed) == count

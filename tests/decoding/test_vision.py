@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eagle3_hf import Eagle3Candidate
+from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.features import FeatureReader, media_token_ids
 from support.drafts import compare, new_draft, set_tree
 from support.more_families import IS_OLD
@@ -79,7 +80,7 @@ def test_a_placeholder_may_lie_outside_the_vocabulary():
     features = torch.randn(1, 4, draft.config.target_hidden_size * 3)
     embeds = torch.randn(1, 4, draft.config.hidden_size)
     embedded = tokens == 99_999
-    tree = candidate.draft_tree(features, tokens, embeds=embeds, embedded=embedded)
+    tree = candidate.draft_tree(DraftInputs(features, tokens, embeds=embeds, embedded=embedded))
     assert int(tree.tokens[0, 0]) == 7
 
 

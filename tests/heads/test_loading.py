@@ -16,8 +16,9 @@ from torch import nn
 from transformers import AutoModel, LlamaConfig
 
 from eagle3_hf import DraftTree, Eagle3Candidate, Eagle3DraftConfig, Eagle3DraftModel
-from eagle3_hf.decoding.draft.growth import TreeSettings
+from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.attention import CachedAttention, DraftCache
+from eagle3_hf.model.tree_settings import TreeSettings
 from eagle3_hf.published_formats import HeadFormatError
 from eagle3_hf.ttt.attention import TTTAttention
 from support.families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
@@ -248,7 +249,7 @@ def test_reference_tree(eagle_head):
     draft, target, io = eagle_head
     nodes = io["tree_draft_tokens"].shape[1] - 1
     candidate = Eagle3Candidate(target, draft, TreeSettings(nodes, 4, 4))
-    tree: DraftTree = candidate.draft_tree(io["features"], io["input_ids"])
+    tree: DraftTree = candidate.draft_tree(DraftInputs(io["features"], io["input_ids"]))
     assert torch.equal(tree.tokens, io["tree_draft_tokens"])
     assert torch.equal(tree.ancestors, io["tree_mask"][0].bool())
     assert torch.equal(tree.depths[0], io["tree_position_ids"])

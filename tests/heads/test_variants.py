@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
+from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.attention import CachedAttention
 from eagle3_hf.model.features import FeatureReader, text_backbone
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
@@ -176,7 +177,9 @@ def test_a_window_beyond_the_text_changes_nothing():
     assert torch.equal(windowed(ids, features).logits, plain(ids, features).logits)
     trees = []
     for draft in (plain, windowed):
-        trees.append(Eagle3Candidate(target, set_tree(draft, (10, 2, 4))).draft_tree(features[:, :9], ids[:, 1:10]))
+        trees.append(
+            Eagle3Candidate(target, set_tree(draft, (10, 2, 4))).draft_tree(DraftInputs(features[:, :9], ids[:, 1:10]))
+        )
     assert torch.equal(trees[0].tokens, trees[1].tokens)
     assert torch.equal(trees[0].scores, trees[1].scores)
 

@@ -179,22 +179,22 @@ def verified(target, draft, inputs, tokens: torch.Tensor, parents: Sequence[int]
 def proposing(tree: DraftTree) -> Iterator[list[torch.Tensor]]:
     """Propose this tree in the first round; yields the logits of all verifications."""
     logits: list[torch.Tensor] = []
-    draft_trees, verify = SpeculativeDecoding._draft_trees, TargetRun.verify
+    original, verify = SpeculativeDecoding._propose, TargetRun.verify
 
     def propose(self, *args):
-        own = draft_trees(self, *args)
-        return own if logits else tree
+        own = original(self, *args)
+        return own if logits else (tree, [])
 
     def watch(self, *args):
         outputs = verify(self, *args)
         logits.append(outputs.logits.clone())
         return outputs
 
-    SpeculativeDecoding._draft_trees, TargetRun.verify = propose, watch  # type: ignore[method-assign]
+    SpeculativeDecoding._propose, TargetRun.verify = propose, watch  # type: ignore[method-assign]
     try:
         yield logits
     finally:
-        SpeculativeDecoding._draft_trees, TargetRun.verify = draft_trees, verify  # type: ignore[method-assign]
+        SpeculativeDecoding._propose, TargetRun.verify = original, verify  # type: ignore[method-assign]
 
 
 def forced(target, inputs, path: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, model
 from transformers.utils import hub
 
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
+from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.attention import CachedAttention, DraftCache
 from eagle3_hf.model.features import FeatureReader
 from eagle3_hf.ttt.attention import TTTAttention
@@ -115,7 +116,7 @@ def test_cached_rows_equal_one_causal_pass(target, overrides, implementation):
     candidate, start = Eagle3Candidate(target, draft), 0
     for size in (5, 1, 1, 4, 2):  # the last row has no next token
         rows = slice(start, start + size)
-        candidate.extend(features[:, rows], ids[:, start + 1 : start + size + 1])
+        candidate.extend(DraftInputs(features[:, rows], ids[:, start + 1 : start + size + 1]))
         start += size
         torch.testing.assert_close(candidate._last[:, 0], whole.hidden_states[:, start - 1], **CLOSE)
     logits = draft.compute_logits(candidate._last[:, 0])
@@ -428,10 +429,10 @@ def test_cache_after_the_rounds_equals_one_made_from_scratch(family, sampled, mo
     candidates, fed = [], []
     extend = Eagle3Candidate.extend
 
-    def recording(candidate, features, tokens, *args):
+    def recording(candidate, inputs):
         candidates.append(candidate)
-        fed.append(tokens)
-        extend(candidate, features, tokens, *args)
+        fed.append(inputs.tokens)
+        extend(candidate, inputs)
 
     monkeypatch.setattr(Eagle3Candidate, "extend", recording)
     torch.manual_seed(3)
@@ -442,7 +443,7 @@ def test_cache_after_the_rounds_equals_one_made_from_scratch(family, sampled, mo
     assert torch.equal(torch.cat(fed, dim=1), text[:, 1 : rows + 1])
     assert cache.length == rows
     scratch = Eagle3Candidate(target, draft)
-    scratch.extend(features_of(target, draft, text)[:, :rows], text[:, 1 : rows + 1])
+    scratch.extend(DraftInputs(features_of(target, draft, text)[:, :rows], text[:, 1 : rows + 1]))
     for mine, fresh in zip(cache._buffers, scratch._cache._buffers, strict=True):
         for kept, expected in zip(mine, fresh, strict=True):
             torch.testing.assert_close(kept[:, :, :rows], expected[:, :, :rows], rtol=1e-4, atol=1e-4)

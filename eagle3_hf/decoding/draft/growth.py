@@ -6,46 +6,16 @@ whole pool. Scores are float32 and every increment is at most 0, so a kept node'
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ...model.attention import CachedAttention, DraftCache
 from ...model.modeling_eagle3 import Borrowed, Eagle3DraftModel
+from ...model.tree_settings import TreeSettings
 from ..coupling import Noise
 from ..tree import DraftTree, select
-
-
-@dataclass(frozen=True)
-class TreeSettings:
-    """How large a tree may grow.
-
-    Args:
-        num_nodes: Drafted nodes kept, the root not counted.
-        depth: Levels, the longest drafted chain.
-        top_k: Children of an expanded node, and nodes expanded a level; 1 is a chain.
-        at_most: These are limits; what pays within them is found out round by round (see `sizing`).
-    """
-
-    num_nodes: int
-    depth: int
-    top_k: int
-    at_most: bool = False
-
-    def __post_init__(self):
-        names = {"num_nodes": "num_assistant_tokens", "depth": "assistant_tree_depth", "top_k": "assistant_tree_top_k"}
-        for attribute, name in names.items():
-            value = getattr(self, attribute)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                auto = "'auto' or " if name == "num_assistant_tokens" else ""
-                raise ValueError(f"{name} must be {auto}an int of at least 1, got {value!r}")
-
-    def capped(self, depth: int) -> "TreeSettings":
-        """At most `depth` levels, and no more nodes than the pool can hold."""
-        depth = min(self.depth, depth)
-        pool = self.top_k + (depth - 1) * self.top_k**2
-        return replace(self, depth=depth, num_nodes=min(self.num_nodes, pool))
 
 
 # From the draft's logits (B, R, D) of one level, and the level (0 = the children of the root), to the increments that

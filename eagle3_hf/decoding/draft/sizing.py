@@ -17,8 +17,9 @@ from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ...model.tree_settings import TreeSettings
 from ...utils.logging import get_logger
-from .growth import TreeSettings
+from ..tree import DraftTree
 
 
 logger = get_logger(__name__)
@@ -36,6 +37,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 128, 8192  # plain steps before drafting is tried
 _PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew, where the gain is small
 _SMALL_GAIN = 1.25
 _RECENT = 256  # rounds; what is older counts half, a quarter, ...
+_ROUNDS_UNWATCHED = 8  # between two that are watched for what smaller trees would have accepted
 # Beliefs before anything is known, and how many rounds they weigh: how often the best node is right, how often a level
 # is where the one above was, and by which power of their number more nodes are.
 _FIRST, _LIKELY, _MORE_NODES, _BELIEF = 0.5, 0.6, 0.15, 2.0
@@ -288,6 +290,62 @@ def sizer_of(draft: Any, target: Any, limits: TreeSettings, rows: int, is_chain:
     if key not in sizers:
         sizers[key] = TreeSizer(limits, rows, is_chain)
     return sizers[key]
+
+
+class RoundSizes:
+    """The sizes of one call's trees: a fixed one, or what a sizer chooses and learns from.
+
+    Args:
+        settings: The size, or its limits.
+        sizer: Chooses within the limits; `None` for the fixed size.
+
+    Attributes:
+        current: Of this round's trees; `None` where nothing is drafted.
+    """
+
+    def __init__(self, settings: TreeSettings, sizer: TreeSizer | None = None):
+        self.current: TreeSettings | None = None
+        self._settings = settings
+        self._sizer = sizer
+        self._rounds = 0
+
+    def choose(self, depth: int, context: int) -> TreeSettings | None:
+        """The size of the next round's trees, at most `depth` deep, behind a context of so many tokens."""
+        size = self._settings if self._sizer is None or depth < 1 else self._sizer.choose(context)
+        self.current = None if size is None or depth < 1 else size.capped(depth)
+        return self.current
+
+    def observe(
+        self,
+        tree: DraftTree,
+        paths: dict[int, list[int]],
+        in_step: bool,
+        num_fed: int,
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
+        """Tell the sizer what a round took and gave.
+
+        Args:
+            tree: What was verified.
+            paths: Index of a sequence -> the nodes that it has accepted, of those that have walked.
+            in_step: The round ended for all sequences with the first that missed.
+            num_fed: Positions that the draft was fed before it drew the tree.
+            draft_seconds, verify_seconds: Of drafting; of the target's forward and the walk.
+        """
+        if self._sizer is None:
+            return
+        self._rounds += 1
+        ranks: list[list[int]] = []
+        # One transfer more, so not in every round where that means waiting for a device.
+        watched = tree.scores.device.type == "cpu" or self._rounds % _ROUNDS_UNWATCHED == 0
+        if self.current is not None and watched:
+            scores = tree.scores.tolist()
+            ranks = [ranks_on_path(scores[index], path) for index, path in paths.items() if path]
+            if ranks and in_step:
+                ranks = [[max(level) for level in zip(*ranks, strict=False)]]
+        usual = draft_seconds if num_fed <= self._settings.depth + 1 else None
+        self._sizer.observe(self.current, tree.tokens.shape[1] - 1, usual, verify_seconds, ranks)
 
 
 def ranks_on_path(scores: Sequence[float], path: Sequence[int]) -> list[int]:

@@ -18,6 +18,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 from ...utils.logging import get_logger
+from ..sequence import Batch
 from ..tree import DraftTree
 from .capability import TREE, Ability, Way, known_ability
 from .compiled_code import uncompiled
@@ -223,7 +224,7 @@ class _Trial:
         tokens = self._batch([self._root, *self._left, *self._filling, *self._right])
         flat = DraftTree.chain(tokens)
         tree = DraftTree(tokens, self._batch(parents), flat.num_nodes, flat.scores, flat.log_probs)
-        found = self._start(TREE).verify(tree, self._batch(self._prompt)).logits[:, -size:]
+        found = self._start(TREE)[0].verify(tree).logits[:, -size:]
         left, right = ([self._root, *branch] for branch in (self._left, self._right))
         fault = self._difference(found[:, second:], self._steps(right)[0][:, 1:], right)
         if fault is None and self._dtype in _ROUNDING:
@@ -263,26 +264,30 @@ class _Trial:
     def _in_parts(self, parts: Sequence[tuple[list[int], int]]) -> tuple[torch.Tensor, Any]:
         """(B, n, V) logits of the tokens kept of each part, one forward a part; and the cache after all."""
         ability = Ability(Way.CHAIN, restores=self.restores)
-        run, committed, logits = self._start(ability), list(self._prompt), []
+        (run, batch), logits = self._start(ability), []
+        for sequence in batch:
+            for tokens, kept in parts:
+                for token in tokens[:kept]:
+                    sequence.append(token)
         for tokens, kept in parts:
-            outputs = run.verify(DraftTree.chain(self._batch(tokens)), self._batch(committed))
+            outputs = run.verify(DraftTree.chain(self._batch(tokens)))
             logits.append(outputs.logits[:, -len(tokens) :][:, :kept])
-            run.keep([list(range(kept))] * self._rows, len(tokens), [end + kept for end in run.ends], 0)
-            committed += tokens[:kept]
+            run.keep([list(range(kept))] * self._rows, len(tokens), [end + kept for end in batch.cache_lens], 0)
         return torch.cat(logits, dim=1), run.cache
 
     def _at_once(self, path: list[int]) -> torch.Tensor:
         """(B, n, V) logits along one path behind the prompt, in one forward from an empty cache."""
         ids, ability = self._batch([*self._prompt, *path]), Ability(Way.CHAIN, restores=self.restores)
-        return self._run(ability, ids, len(path))[1].logits[:, -len(path) :]
+        run = TargetRun(self._target, GenerationConfig(), self._kwargs(ids, len(path)), Batch(ids), ability)
+        return run.prefill(ids).logits[:, -len(path) :]
 
-    def _start(self, ability: Ability) -> TargetRun:
-        return self._run(ability, self._batch(self._prompt), 1)[0]
-
-    def _run(self, ability: Ability, ids: torch.Tensor, logits: int) -> tuple[TargetRun, Any]:
-        """A run after its prefill, and what that gave."""
-        run = TargetRun(self._target, GenerationConfig(), self._kwargs(ids, logits), ability)
-        return run, run.prefill(ids)
+    def _start(self, ability: Ability) -> tuple[TargetRun, Batch]:
+        """A run after its prefill, and its sequences."""
+        ids = self._batch(self._prompt)
+        batch = Batch(ids)
+        run = TargetRun(self._target, GenerationConfig(), self._kwargs(ids, 1), batch, ability)
+        run.prefill(ids)
+        return run, batch
 
     def _kwargs(self, ids: torch.Tensor, logits: int) -> dict[str, Any]:
         kwargs: dict[str, Any] = {"use_cache": True, CACHE_KEY: self._new_cache()}
