@@ -422,7 +422,9 @@ def test_a_target_is_spread_by_one_process_only(model_folder, prompts, tmp_path,
     assert main(["datagen", model_folder, str(tmp_path / "a"), *options, '{"": "cpu"}']) == 0
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["datagen", model_folder, str(tmp_path / "b"), *options, "auto"]) == 1
-    assert "--device-map auto spreads the target over all devices, and each of the 2 processes" in capsys.readouterr().err
+    assert (
+        "--device-map auto spreads the target over all devices, and each of the 2 processes" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main(["datagen", model_folder, str(tmp_path / "b"), *options, "auto", "--device", "cpu"])
     assert "argument --device: not allowed with argument --device-map" in capsys.readouterr().err
