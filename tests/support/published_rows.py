@@ -108,7 +108,7 @@ SPECFORGE = [
         "SpecForge, rope under both keys",
         "Qwen3-30B-A3B-Instruct-2507, Qwen3-Coder-30B-A3B-Instruct",
         "SpecForge",
-        "`rope_parameters` beside `rope_theta`, the same values",
+        "`rope_parameters` and `rope_theta` with the same values",
         QWEN_30B,
         (
             "lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex",
