@@ -3,7 +3,8 @@
     python examples/ablation.py --target HuggingFaceTB/SmolLM2-135M-Instruct --chats chats.jsonl --max-steps 600
 
 The script trains four heads from the same seed, on the same chats in the same order, and decodes the same held-out
-prompts with each. The target should have written `chats.jsonl` (`eagle3-hf datagen`). tau is the mean acceptance length.
+prompts with each. The target should have written `chats.jsonl` (`eagle3-hf datagen`). Tau is the mean acceptance
+length.
 """
 
 import argparse
