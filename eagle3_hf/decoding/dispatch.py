@@ -10,8 +10,8 @@ from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..model.tree_settings import TreeSettings
 from ..utils.logging import get_logger
 from .loop import SpeculativeDecoding
-from .target.capability import Way
-from .target.capability_probe import ability_of
+from .target.capability import VerifyMode
+from .target.capability_probe import capability_of
 from .target.kv_cache import require_supported
 from .target.recurrent_cache import require_restorable
 from .target.runner import CACHE_KEY
@@ -45,8 +45,10 @@ def decode(
     if generation_config.cache_implementation == "dynamic_full" and type(cache) is DynamicCache and not cache.layers:
         # Earlier versions of transformers make a cache without windows beside an assistant; ours keep theirs.
         cache = model_kwargs[CACHE_KEY] = DynamicCache(config=target.config.get_text_config(decoder=True))
-    ability = ability_of(target, input_ids.device, cache, len(input_ids))
-    if ability.way is Way.PLAIN or _needs_its_own_windows(target, cache, input_ids, generation_config, model_kwargs):
+    capability = capability_of(target, input_ids.device, cache, len(input_ids))
+    if capability.mode is VerifyMode.PLAIN or _needs_its_own_windows(
+        target, cache, input_ids, generation_config, model_kwargs
+    ):
         return _decode_plainly(
             target,
             draft,
@@ -61,14 +63,14 @@ def decode(
     check_training_mode(target)
     _do_not_compile(generation_config)
     settings = call_settings(target, draft, generation_config)
-    if ability.way is Way.CHAIN:
+    if capability.mode is VerifyMode.CHAIN:
         settings = TreeSettings(settings.depth, settings.depth, 1, settings.at_most)
-    if ability.restores and generation_config.output_attentions:
+    if capability.restores and generation_config.output_attentions:
         raise ValueError(
             f"output_attentions=True with a draft head is not supported for {type(target).__name__}, whose recurrent "
             "state is restored between forwards: leave it out"
         )
-    (require_restorable if ability.restores else require_supported)(cache)
+    (require_restorable if capability.restores else require_supported)(cache)
     run = SpeculativeDecoding(
         target,
         draft,
@@ -79,7 +81,7 @@ def decode(
         streamer,
         model_kwargs,
         settings,
-        ability,
+        capability,
         synced_gpus,
     )
     return run.run()

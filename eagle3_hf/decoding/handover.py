@@ -67,7 +67,7 @@ class CacheHandover:
 
     def complete(self) -> None:
         """Bring the cache to where plain decoding leaves it: every sequence as long as the longest text."""
-        if self._target.cache_is_seen and self._target.ability.restores:
+        if self._target.cache_is_seen and self._target.capability.restores:
             self._target.catch_up(self._batch.input_ids[:, :-1])
         if len(self._batch) == 1:
             return

@@ -26,7 +26,7 @@ from .output.emitter import FURTHEST_AHEAD, TokenEmitter
 from .output.outputs import Place, StepRecord
 from .output.processors import StopTest, prefix_free_warpers
 from .sequence import Batch
-from .target.capability import TREE, Ability, Way
+from .target.capability import TREE, Capability, VerifyMode
 from .target.compiled_code import uncompiled
 from .target.runner import CACHE_KEY, TargetRun, rope_limits
 from .target.synced_gpus import synced_gpus_of
@@ -43,7 +43,7 @@ class SpeculativeDecoding:
         input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: What `generate`
             hands to a decoding method.
         settings: Size of the tree, or its limits.
-        ability: What the target can verify.
+        capability: What the target can verify.
         synced_gpus: Other processes of torch.distributed take part in every forward.
         clock: Seconds, from any start.
     """
@@ -59,7 +59,7 @@ class SpeculativeDecoding:
         streamer,
         model_kwargs: dict[str, Any],
         settings: TreeSettings,
-        ability: Ability = TREE,
+        capability: Capability = TREE,
         synced_gpus: bool = False,
         clock: Callable[[], float] = perf_counter,
     ):
@@ -79,7 +79,7 @@ class SpeculativeDecoding:
         sampled = bool(generation_config.do_sample)
         self.tokens = TokenEmitter(self.batch, logits_processor, stop, streamer, sampled, record)
         synced = synced_gpus_of(target, draft, input_ids, synced_gpus)
-        self.target = TargetRun(target, generation_config, model_kwargs, self.batch, ability, synced)
+        self.target = TargetRun(target, generation_config, model_kwargs, self.batch, capability, synced)
         self._handover = CacheHandover(self.target, self.batch, self.tokens, self._verify, self._chooser)
         self._under_way: tuple[Walk, int] | None = None  # whose tree, of so many nodes, is in the cache
 
@@ -283,11 +283,11 @@ class SpeculativeDecoding:
             warpers=self._warpers,
             start_position=roots[0] - inputs.count,
             pad_token_id=int(inputs.tokens[0, -1]),
-            use_noise=getattr(self.draft.generation_config, "assistant_known_noise", True),
+            coupled=getattr(self.draft.generation_config, "assistant_coupled_sampling", True),
         )
         self._candidate.feed_later(inputs)
         # All sequences, finished ones too, are then at the same step from the first to the last.
-        forced = bool(self._rope_limits) or self.target.ability.way is Way.CHAIN or self.target.forgets
+        forced = bool(self._rope_limits) or self.target.capability.mode is VerifyMode.CHAIN or self.target.forgets
         self._in_step = self.tokens.needs_lock_step or (len(self.batch) > 1 and forced)
         self._handover.begin(self._in_step)
         self._sizes = RoundSizes(self.settings, self._find_sizer() if self.settings.at_most else None)
@@ -304,7 +304,7 @@ class SpeculativeDecoding:
         """Of calls that cost and accept what this one does."""
         model, sampled = self._model, self.tokens.noise is not None
         kind = model.device, model.dtype, torch.get_num_threads(), sampled, self._in_step, self.tokens.is_plain_greedy
-        chain = self.target.ability.way is Way.CHAIN
+        chain = self.target.capability.mode is VerifyMode.CHAIN
         return sizer_of(self.draft, model, self.settings, len(self.batch), chain, kind)
 
     def _finish_stats(self, seconds: float) -> None:

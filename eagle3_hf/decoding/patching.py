@@ -15,7 +15,7 @@ from transformers import GenerationMixin
 from transformers.pipelines import base as pipelines
 
 from ..utils.logging import get_logger
-from .assistants import as_draft, refuse_lost_head, refuse_no_model, refuse_path_of_head
+from .assistants import as_draft, reject_lost_head, reject_no_model, reject_path_of_head
 from .dispatch import decode
 from .setting_origins import note
 from .target import tree_attention
@@ -88,8 +88,8 @@ def _wrap_validation(original: Callable) -> Callable:
         draft = as_draft(assistant)
         if draft is None:
             if _enabled:
-                refuse_no_model(assistant)
-                refuse_lost_head(assistant)
+                reject_no_model(assistant)
+                reject_lost_head(assistant)
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         if not _enabled:
             raise ValueError("eagle3_hf is disabled: call eagle3_hf.enable() to pass a draft head as assistant_model")
@@ -120,7 +120,7 @@ def _wrap_preparation(original: Callable) -> Callable:
 def _wrap_assistant_loading(original: Callable) -> Callable:
     def load_assistant_model(model, assistant_model, assistant_tokenizer):
         if _enabled and model.can_generate():
-            (refuse_path_of_head if isinstance(assistant_model, str) else refuse_no_model)(assistant_model)
+            (reject_path_of_head if isinstance(assistant_model, str) else reject_no_model)(assistant_model)
         return original(model, assistant_model, assistant_tokenizer)
 
     return load_assistant_model

@@ -43,7 +43,7 @@ def print_tasks(
     """Measure every task of a folder with one size of the tree and print a Markdown table."""
     check_tokenizer(draft.config, tokenizer)
     held = set_tree(target, draft, tree)
-    draft.generation_config.assistant_known_noise = not no_coupling
+    draft.generation_config.assistant_coupled_sampling = not no_coupling
     tasks = load_tasks(folder, questions)
     results = {name: TaskResult() for name in tasks}
     compare(target, draft, encode(tokenizer, "Hello", target.device), **{**options, "max_new_tokens": 8})  # warm up

@@ -17,7 +17,7 @@ from transformers import (
 
 from eagle3_hf import Eagle3DraftConfig, Eagle3DraftModel
 from eagle3_hf.decoding import validation
-from eagle3_hf.decoding.target.capability_probe import ability_of
+from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from eagle3_hf.model import vocab
 from support.drafts import draft_of, new_draft, set_tree, target_of
@@ -223,7 +223,7 @@ def test_attentions_of_a_target_whose_state_is_restored():
         "lfm2", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
         layer_types=["conv", "full_attention"] * 2,
     )  # fmt: skip
-    if not ability_of(target, target.device).restores:
+    if not capability_of(target, target.device).restores:
         pytest.skip("this version of transformers cannot put its states back")
     kwargs = {"max_new_tokens": 4, "output_attentions": True, "return_dict_in_generate": True}
     with pytest.raises(ValueError, match=r"output_attentions=True.*Lfm2ForCausalLM"):

@@ -233,7 +233,7 @@ GENERATION = [
     ({"num_assistant_tokens": "many"}, "says num_assistant_tokens 'many': it must be an integer from 1"),
     ({"assistant_tree_depth": 10**18}, "says assistant_tree_depth 1000000000000000000: it must be an integer from 1"),
     ({"assistant_tree_top_k": True}, "says assistant_tree_top_k True"),
-    ({"assistant_known_noise": 4}, "says assistant_known_noise 4"),
+    ({"assistant_coupled_sampling": 4}, "says assistant_coupled_sampling 4"),
     ({"eos_token_id": "end"}, "says eos_token_id 'end': it must be a token id"),
 ]
 

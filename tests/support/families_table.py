@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from eagle3_hf.decoding.loop import SpeculativeDecoding
-from eagle3_hf.decoding.target.capability import Way
-from eagle3_hf.decoding.target.capability_probe import ability_of
+from eagle3_hf.decoding.target.capability import VerifyMode
+from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.runner import CACHE_KEY, TargetRun
 from eagle3_hf.decoding.tree import DraftTree
 from support.drafts import new_draft, padded, set_tree
@@ -45,7 +45,7 @@ class Row:
     target: str
     attention: str
     layers: str
-    way: Way
+    mode: VerifyMode
     difference: float | None = None
     restores: bool = False
     equal: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Row:
 
     def cells(self) -> list[str]:
         difference = "" if self.difference is None else f"{self.difference:.0e}"
-        cells = [self.family, self.target, self.attention, self.layers, self.way.value, difference]
+        cells = [self.family, self.target, self.attention, self.layers, self.mode.value, difference]
         return [*cells, *(self.equal.get(name, "") for name in COLUMNS)]
 
 
@@ -87,20 +87,20 @@ def inputs_of(name: str, rows: int, seed: int) -> dict[str, torch.Tensor]:
 
 def measure(name: str) -> Row:
     target = build(name)
-    ability = ability_of(target)
+    capability = capability_of(target)
     row = Row(
-        name, type(target).__name__, target.config.get_text_config()._attn_implementation, "", ability.way,
-        restores=ability.restores,
+        name, type(target).__name__, target.config.get_text_config()._attn_implementation, "", capability.mode,
+        restores=capability.restores,
     )  # fmt: skip
     draft = set_tree(new_draft(target, half=False), "cpu")
-    if ability.way is not Way.PLAIN:
-        parents = TREE_PARENTS if ability.way is Way.TREE else CHAIN_PARENTS
+    if capability.mode is not VerifyMode.PLAIN:
+        parents = TREE_PARENTS if capability.mode is VerifyMode.TREE else CHAIN_PARENTS
         row.difference = max(difference(target, draft, inputs_of(name, rows, 1), parents) for rows in (1, 3))
     calls: dict[str, dict[str, Any]] = {
         "batch 1": {"rows": 1}, "batch 3, left padded": {"rows": 3}, "sampled": {"rows": 1, "do_sample": True},
         "batch 3, sampled": {"rows": 3, "do_sample": True},
     }  # fmt: skip
-    if ability.way is Way.TREE and runs(target, inputs_of(name, 1, 0), cache_implementation="static"):
+    if capability.mode is VerifyMode.TREE and runs(target, inputs_of(name, 1, 0), cache_implementation="static"):
         calls["static cache"] = {"rows": 1, "cache_implementation": "static"}
     for what, kwargs in calls.items():
         row.equal[what] = f"{sum(equal(name, target, draft, seed, **kwargs) for seed in range(SEEDS))}/{SEEDS}"

@@ -250,7 +250,7 @@ def raw_config(case) -> None:
     case.story.append(f"config.json is {raw[:20]!r}... of {len(raw)} bytes")
 
 
-GENERATION = ("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k", "assistant_known_noise")
+GENERATION = ("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k", "assistant_coupled_sampling")
 GENERATION += ("max_new_tokens", "temperature", "do_sample", "eos_token_id", "cache_implementation", "num_beams", "x")
 GENERATION += (
     "watermarking_config",

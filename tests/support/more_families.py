@@ -12,7 +12,7 @@ from support.families import SPECIFIC as WELL_TESTED
 from support.families import VOCAB_SIZE, WINDOW, common, move_vectors
 
 
-# Some families and some of their abilities are newer than the oldest version that we support.
+# Some families and some of their capabilities are newer than the oldest version that we support.
 IS_OLD = version.parse(transformers.__version__) < version.parse("5.24")
 LAYERS = 4
 FULL_AND_WINDOW = ["sliding_attention", "full_attention"] * (LAYERS // 2)

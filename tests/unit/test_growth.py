@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
 from eagle3_hf.decoding import loop
 from eagle3_hf.decoding.coupling import Noise
-from eagle3_hf.decoding.draft.growth import NoiseRanking, greedy_ranking
+from eagle3_hf.decoding.draft.growth import CoupledRanking, greedy_ranking
 from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.features import FeatureReader
 from eagle3_hf.model.tree_settings import TreeSettings
@@ -181,7 +181,7 @@ def test_the_noise_ranks_the_tree(warpers, settings):
 
 def test_without_the_noise_the_warped_probabilities_rank():
     draft, ids = variant("half vocabulary"), prompt(9, 1)
-    _, tree = grow(draft, ids, (15, 4, 4), noise=Noise(1, 320, "cpu"), warpers=list(WARPERS), use_noise=False)
+    _, tree = grow(draft, ids, (15, 4, 4), noise=Noise(1, 320, "cpu"), warpers=list(WARPERS), coupled=False)
     expected = slow_tree(draft, ids, lambda logits, level: WARPERS(None, logits[None])[0].log_softmax(-1), (15, 4, 4))
     assert_same_tree(tree.trimmed(), [node for node in expected if node[1] > -torch.inf])
 
@@ -202,7 +202,7 @@ def test_increments_are_never_positive_and_parents_are_kept(seed, scale, sampled
     assert_valid(tree)
     parents = tree.parents[0, 1:]
     assert bool((tree.scores[0, 1:] <= tree.scores[0, parents]).all())
-    ranking = greedy_ranking if noise is None else NoiseRanking(noise, draft.draft_vocab_ids(), [])
+    ranking = greedy_ranking if noise is None else CoupledRanking(noise, draft.draft_vocab_ids(), [])
     increments, log_probs = ranking(scale * torch.randn(1, 3, 160), 0)
     assert increments.dtype == log_probs.dtype == torch.float32
     assert increments.max() <= 0
@@ -237,7 +237,7 @@ def test_known_noise_foretells_what_a_good_head_would_miss():
     draft.__class__ = KnowsTheTarget
     texts, accepted = [], {}
     for known in (True, False):
-        draft.generation_config.assistant_known_noise = known
+        draft.generation_config.assistant_coupled_sampling = known
         torch.manual_seed(0)
         vanilla = target.generate(
             prompt(8), do_sample=True, top_k=0, max_new_tokens=40, return_dict_in_generate=True, output_logits=True

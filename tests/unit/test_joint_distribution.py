@@ -58,11 +58,11 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("known_noise", [True, False], ids=["known noise", "unknown noise"])
-def test_texts_are_as_frequent_as_they_should_be(target, name, known_noise):
+@pytest.mark.parametrize("coupled_sampling", [True, False], ids=["coupled sampling", "unknown noise"])
+def test_texts_are_as_frequent_as_they_should_be(target, name, coupled_sampling):
     settings, ids = SETTINGS[name], prompt(4, vocab_size=WORDS)
     draft = set_tree(new_draft(target, half=False), (6, 3, 2)).foretell([])
-    draft.generation_config.assistant_known_noise = known_noise
+    draft.generation_config.assistant_coupled_sampling = coupled_sampling
     counts = torch.zeros(WORDS**LENGTH, dtype=torch.float64)
     place = torch.tensor([WORDS**power for power in reversed(range(LENGTH))])
     torch.manual_seed(0)

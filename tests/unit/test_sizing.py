@@ -167,7 +167,7 @@ def test_larger_trees_are_tried_now_and_then():
 
 
 def test_drafting_is_switched_off_where_it_does_not_pay_and_tried_again_ever_more_rarely():
-    sizer = TreeSizer(LIMITS, rows=10)
+    sizer = TreeSizer(LIMITS, batch_size=10)
     chosen = decode(sizer, 1500, plain=1.0, node=1.2, level=0.1, share=0.5, rows=10)
     drafted = [place for place, size in enumerate(chosen) if size is not None]
     assert len(drafted) < 0.02 * len(chosen)
@@ -179,7 +179,7 @@ def test_drafting_is_switched_off_where_it_does_not_pay_and_tried_again_ever_mor
 def test_it_is_said_once_that_drafting_is_off(monkeypatch):
     said = []
     monkeypatch.setattr(sizing.logger, "info", said.append)
-    decode(TreeSizer(LIMITS, rows=10), 1500, plain=1.0, node=1.2, level=0.1, share=0.5, rows=10)
+    decode(TreeSizer(LIMITS, batch_size=10), 1500, plain=1.0, node=1.2, level=0.1, share=0.5, rows=10)
     assert len(said) == 1
     assert "drafting does not pay here" in said[0]
 

@@ -13,7 +13,7 @@ from ...model.tree_settings import TreeSettings, draft_window, tree_settings
 from ...utils.logging import get_logger
 from ..coupling import Noise
 from ..tree import DraftTree
-from .growth import NoiseRanking, Ranking, TreeGrower, greedy_ranking
+from .growth import CoupledRanking, Ranking, TreeGrower, greedy_ranking
 from .inputs import DraftInputs
 
 
@@ -37,9 +37,9 @@ class Eagle3Candidate(CandidateGenerator):
         settings: Tree size; what `tree_settings` finds when `None`.
         noise: The noise that sampling will use; `None` for greedy decoding.
         warpers: The call's prefix-free warpers, for the draft's probabilities when sampling.
-        start_position: Position of the first row that will be fed (> 0 when an older cache is continued).
+        start_position: Position of the first feature that will be fed (> 0 when an older cache is continued).
         pad_token_id: For padding nodes.
-        use_noise: See [`NoiseRanking`].
+        coupled: See [`CoupledRanking`].
     """
 
     requires_model_outputs = True
@@ -54,7 +54,7 @@ class Eagle3Candidate(CandidateGenerator):
         warpers: Sequence[Callable] = (),
         start_position: int = 0,
         pad_token_id: int = 0,
-        use_noise: bool = True,
+        coupled: bool = True,
     ):
         draft._require_vocabulary("drafting")
         draft.check_target(target)
@@ -70,7 +70,7 @@ class Eagle3Candidate(CandidateGenerator):
         self._borrowed = draft.borrow(target)
         self._ranking: Ranking = greedy_ranking
         if noise is not None:
-            self._ranking = NoiseRanking(noise, draft.draft_vocab_ids(), warpers, use_noise)
+            self._ranking = CoupledRanking(noise, draft.draft_vocab_ids(), warpers, coupled)
         self._grower = TreeGrower(draft, self._borrowed, self._ranking, pad_token_id)
 
     def feed_later(self, inputs: DraftInputs) -> None:
@@ -121,17 +121,17 @@ class Eagle3Candidate(CandidateGenerator):
         return torch.where(embedded[..., None], embeds.to(own.device, own.dtype), own)
 
     def _visible(self, valid: torch.Tensor) -> torch.Tensor:
-        """(B, 1, n, past + n): each new row sees the rows that exist before it, and itself so as to see something."""
-        rows, count = valid.shape
+        """(B, 1, n, past + n): a new position sees those that exist before it, and itself so as to see something."""
+        batch, count = valid.shape
         past = self._cache.valid
         if past is None:
-            past = valid.new_ones(rows, self._cache.length)
+            past = valid.new_ones(batch, self._cache.length)
         among = torch.ones(count, count, dtype=torch.bool, device=valid.device).tril()
         among = (among & valid[:, None]) | torch.eye(count, dtype=torch.bool, device=valid.device)
         return torch.cat([past[:, None].expand(-1, count, -1), among], dim=-1)[:, None]
 
     def _take_last(self, output: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> None:
-        """Each batch row's last existing row; where there is no new one, what was the last before."""
+        """Each sequence's last existing position; where there is no new one, what was the last before."""
         count = valid.shape[1]
         index = (valid * torch.arange(1, count + 1, device=valid.device)).amax(1, keepdim=True)
         at = (index - 1).clamp(min=0)
@@ -157,7 +157,7 @@ class Eagle3Candidate(CandidateGenerator):
     def _watch_length(self) -> None:
         """Warn once about a head that is used at positions it has not been trained at."""
         trained = self.draft.config.max_position_embeddings
-        # Holes of batch rows count in the first number, which only saves a wait for the device.
+        # Holes of shorter sequences count in the first number, which only saves a wait for the device.
         if (
             self.draft._warned_of_length
             or self._start + self._cache.length <= trained
@@ -204,7 +204,7 @@ class Eagle3Candidate(CandidateGenerator):
         self._feed_pending()
         if max_depth is not None and max_depth < 1:
             return DraftTree.root_only(roots)
-        if isinstance(self._ranking, NoiseRanking):
+        if isinstance(self._ranking, CoupledRanking):
             self._ranking.offsets = leads
         settings = settings or self.settings
         settings = settings.capped(max_depth or settings.depth)

@@ -18,7 +18,7 @@ from ..output.outputs import KeyColumns
 from ..sequence import Batch
 from ..tree import DraftTree
 from . import kv_cache
-from .capability import TREE, Ability, Way
+from .capability import TREE, Capability, VerifyMode
 from .recurrent_cache import Snapshot, has_entries, require_restorable
 from .static_cache import text_capacity
 from .synced_gpus import SyncedGpus
@@ -41,7 +41,7 @@ class TargetRun:
         config: The call's generation config.
         model_kwargs: What `generate` hands to a decoding method.
         batch: The sequences, whose `cache_len` this keeps.
-        ability: What the target can verify. Of a chain all sequences keep equally much.
+        capability: What the target can verify. Of a chain all sequences keep equally much.
         synced: Other processes that take part in every forward.
 
     Attributes:
@@ -57,12 +57,12 @@ class TargetRun:
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
         batch: Batch,
-        ability: Ability = TREE,
+        capability: Capability = TREE,
         synced: SyncedGpus | None = None,
     ):
         self.target = target
         self.synced = synced
-        self.ability = ability
+        self.capability = capability
         self.capacity: int | None = None
         self.forgets = False
         self._batch = batch
@@ -96,7 +96,7 @@ class TargetRun:
         exchanged = given is not None and cache is not given
         self.forgets = self._first_len < seen and (exchanged or not self._first_len)
         self._find_root_positions(outputs.logits.device)
-        if self.ability.restores:
+        if self.capability.restores:
             require_restorable(cache)
         else:
             kv_cache.require_supported(cache)
@@ -158,7 +158,7 @@ class TargetRun:
     def verify(self, tree: DraftTree):
         """The forward over the nodes (B, N) of each sequence's tree, which see its past and their own ancestors."""
         committed = self._batch.cached_ids()
-        if self.ability.way is not Way.TREE:
+        if self.capability.mode is not VerifyMode.TREE:
             return self._verify_chain(tree.tokens, committed)
         tokens = tree.tokens.to(committed.device)
         kwargs = self._tree_kwargs(tree.depths)
@@ -181,7 +181,7 @@ class TargetRun:
         """A few tokens more of each sequence, in one plain forward; behind those that the cache still lacks."""
         if self._batch.longest - self._cached > _MOST_FED_AGAIN:
             self.catch_up(committed)
-        if self.ability.restores and self._snapshot is None:
+        if self.capability.restores and self._snapshot is None:
             self._snapshot = Snapshot(self.cache)
         count = tokens.shape[1]
         outputs = self._forward_chain(torch.cat([committed, tokens.to(committed.device)], dim=1), count)
@@ -197,7 +197,7 @@ class TargetRun:
 
     def catch_up(self, committed: torch.Tensor) -> None:
         """Feed the cache the committed tokens (B, T) that a restored one still lacks."""
-        if self.ability.restores and self._cached < self._batch.longest:
+        if self.capability.restores and self._cached < self._batch.longest:
             self._forward_chain(committed, 0)
             self._cached, self._snapshot = self._batch.longest, None
 
@@ -214,7 +214,7 @@ class TargetRun:
         """
         if self.forgets:
             self._cached, self._snapshot = new_lens[0], None  # one token was run, and nothing is to be undone
-        elif self.ability.way is not Way.TREE:
+        elif self.capability.mode is not VerifyMode.TREE:
             self._keep_chain(num_nodes, new_lens)
         else:
             kv_cache.keep_paths(self.cache, self._batch.cache_lens, paths, num_nodes, new_lens, needed_from)
@@ -226,7 +226,7 @@ class TargetRun:
         old, new = self._batch.longest, new_lens[0]
         if new < old:
             raise ValueError(f"chains take back no committed tokens, but would end at {new} < {old}")
-        if not self.ability.restores:
+        if not self.capability.restores:
             nodes = [list(range(new - old))] * len(new_lens)
             kv_cache.keep_paths(self.cache, self._batch.cache_lens, nodes, num_nodes, new_lens, new)
             self._cached = new
