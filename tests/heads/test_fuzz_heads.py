@@ -163,7 +163,7 @@ def test_views_of_one_storage_become_tensors_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
-        (torch.empty(64, 192, device="meta"), "has shapes, but no numbers for ['fc.weight']"),
+        (torch.empty(64, 192, device="meta"), "has shapes, but no values for ['fc.weight']"),
         (torch.ones(64, 192).to_sparse(), "fc.weight is sparse or quantised, not a plain tensor"),
         (torch.zeros(1).expand(10**6, 10**6), "claims shape (1000000, 1000000), more bytes than the file has"),
     ],

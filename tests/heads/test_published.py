@@ -509,17 +509,17 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "heads.md"
 
 
 def documented(heading: str) -> set[tuple[str, ...]]:
-    """The rows of the table under a heading: target, repositories, dialect, peculiarity."""
+    """The rows of the table under a heading: target, repositories, format, peculiarity."""
     section = PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return {tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]) for line in lines}
 
 
 def as_documented(row) -> tuple[str, ...]:
-    return row.target, ", ".join(f"`{repo}`" for repo in row.repos) or "(none public)", row.dialect, row.peculiarity
+    return row.target, ", ".join(f"`{repo}`" for repo in row.repos) or "(none public)", row.format, row.peculiarity
 
 
-@pytest.mark.parametrize(("heading", "rows"), [("Heads that load", ROWS), ("Heads that are refused", REFUSED)])
+@pytest.mark.parametrize(("heading", "rows"), [("Heads that load", ROWS), ("Heads that are rejected", REFUSED)])
 def test_the_page_shows_these_rows_and_no_others(heading, rows):
     assert documented(heading) == {as_documented(row) for row in rows}
 
