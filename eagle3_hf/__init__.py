@@ -25,6 +25,7 @@ from .model.loading import describe_head
 from .model.modeling_eagle3 import Eagle3DraftModel
 from .model.vocab import check_tokenizer
 from .published_formats import HeadDescription, HeadFormatError
+from .utils.devices import own_device
 
 
 # A decoder needs neither Trainer nor datasets: these modules are imported on first use. Type checkers do not see the
@@ -120,6 +121,7 @@ __all__ = [
     "inspect_head",
     "last_whole_checkpoint",
     "load_chats",
+    "own_device",
     "prepare_dataset",
     "render_mask",
     "simulated_acceptance_length",
