@@ -20,9 +20,9 @@ from .decoding.draft.candidate import Eagle3Candidate
 from .decoding.patching import disable, enable, enabled
 from .decoding.tree import DraftTree
 from .model.configuration_eagle3 import Eagle3DraftConfig
-from .model.features import default_layer_ids
 from .model.loading import describe_head
 from .model.modeling_eagle3 import Eagle3DraftModel
+from .model.target_check import default_layer_ids
 from .model.vocab import check_tokenizer
 from .published_formats import HeadDescription, HeadFormatError
 from .utils.devices import own_device

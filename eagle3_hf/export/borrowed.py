@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..model.features import call_at_home
+from ..model.borrowed import call_on_module_device
 from .errors import ExportError
 
 
@@ -18,7 +18,7 @@ _TOKENS_AT_ONCE = 4096
 @torch.no_grad()
 def embedding_of(target: PreTrainedModel, vocab_size: int) -> torch.Tensor:
     """Return (V, Ht), the output of the target's embedding for every token, on the CPU."""
-    embed = call_at_home(target.get_input_embeddings())
+    embed = call_on_module_device(target.get_input_embeddings())
     chunks = torch.arange(vocab_size).split(_TOKENS_AT_ONCE)
     return torch.cat([embed(ids).cpu() for ids in chunks])
 

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..model.configuration_eagle3 import Eagle3DraftConfig
-from ..model.features import check_target, num_target_layers
 from ..model.offload import require_resident
+from ..model.target_check import check_target
+from ..model.target_modules import num_target_layers
 from ..utils.logging import get_logger
 from . import borrowed
 from .card import CARD_FILE, looks_like_hub_id, write_card

@@ -123,7 +123,7 @@ def test_layer_ids_are_guessed_aloud_or_given(tmp_path, target, caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         f"The config of {folder} names no target layers; the reference's rule for 8 layers is used: hidden_states "
-        "indices [2, 4, 5]. If it accepts little, load it with target_layer_ids=[...]."
+        "indices [2, 4, 5]. If few drafts are accepted, load the head with target_layer_ids=[...]."
     )
 
 
