@@ -23,7 +23,7 @@ _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
 class HeadFiles(NamedTuple):
-    """The content of a head's files before it is interpreted: `config.json`, and the tensors under the file's names."""
+    """A head's files before they are interpreted: `config.json`, and the tensors under the file's names."""
 
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -136,9 +136,8 @@ def _file(path, name: str, hub: dict[str, Any]) -> str | None:
     except OSError as error:
         if str(path) in str(error):
             raise
-        raise OSError(
-            f"{path} is no local folder, and as a Hub id: {error}"
-        ) from error  # without a network transformers names no file
+        # Without a network, transformers' message does not name the path.
+        raise OSError(f"{path} is no local folder, and as a Hub id: {error}") from error
 
 
 def _optional_file(path, name: str, hub: dict[str, Any]) -> str | None:
@@ -190,7 +189,7 @@ def _what_else(path) -> str:
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         merged = os.path.join(path, "merged")
         where = f"merged in, {merged}" if os.path.isdir(merged) else "merged in (merge_and_unload of peft)"
-        return f"it holds adapters of a head; pass a head that has them {where}"
+        return f"it holds adapters of a head; pass the head with them {where}"
     checkpoints = [name for name in os.listdir(path) if re.fullmatch(r"checkpoint-\d+", name)]
     if checkpoints:
         last = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]))
