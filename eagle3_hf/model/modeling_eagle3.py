@@ -228,12 +228,12 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         from ..ttt.loss import Supervision, supervised_mask, weighted_loss
         from ..ttt.settings import TTTSettings
 
+        require_resident(self, "training")
         if teacher_logits is None or teacher_in_vocab is None:
             raise ValueError(
                 "forward with labels learns what the target says: pass teacher_logits and teacher_in_vocab too, or "
                 "leave labels out for one causal pass"
             )
-        require_resident(self, "training")
         settings = settings or TTTSettings()
         settings.check_fits(self.config)
         mask = supervised_mask(labels, position_ids)
