@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from eagle3_hf.decoding.target import capability_probe
@@ -14,7 +13,7 @@ from eagle3_hf.decoding.target.recurrent_cache import Snapshot, has_states, requ
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from support.drafts import Recorder, new_draft, padded, set_tree, tensors_of
 from support.families import prompt, tiny
-from support.more_families import CHAINS, IS_OLD, PLAIN, TREES, tiny_or_skip
+from support.families.others import CHAINS, IS_OLD, PLAIN, TREES, chain_target, tiny_or_skip
 
 
 NEW_TOKENS = 20
@@ -36,14 +35,6 @@ def lines(monkeypatch):
 @pytest.fixture
 def untried(monkeypatch):
     monkeypatch.setattr(capability_probe, "_found", type(capability_probe._found)())
-
-
-def chain_target(name: str):
-    """A target that verifies chains. Some families' states were dropped by the forwards of older versions."""
-    target = tiny_or_skip(name)
-    if IS_OLD and capability_of(target).mode is VerifyMode.PLAIN:
-        pytest.skip(f"{name} decodes plainly with transformers {transformers.__version__}")
-    return target
 
 
 def forwards(model):

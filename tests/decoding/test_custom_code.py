@@ -22,7 +22,7 @@ from eagle3_hf.decoding.target.hook_memory import Memory
 from eagle3_hf.model.features import FeatureReader, decoder_blocks
 from support.drafts import MODES, compare, new_draft, padded, set_tree
 from support.families import prompt, tiny
-from support.more_families import tiny_or_skip
+from support.families.others import tiny_or_skip
 
 
 logger = logging.getLogger(__name__)

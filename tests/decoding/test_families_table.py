@@ -5,9 +5,9 @@ import torch
 
 from eagle3_hf.decoding.target import capability_probe
 from eagle3_hf.decoding.target.capability import TREE, VerifyMode
-from support import families_table as table
 from support.drafts import new_draft
-from support.more_families import CHAINS, PLAIN, tiny_other
+from support.families import table
+from support.families.others import CHAINS, PLAIN, tiny_other
 
 
 FAST = ["llama", "gemma3", "falcon_alibi", "lfm2"]

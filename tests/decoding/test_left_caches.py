@@ -28,7 +28,7 @@ from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from support.drafts import SAMPLED, Recorder, assert_same_cache, cache_of, new_draft, padded, set_tree
 from support.families import prompt
-from support.more_families import IS_OLD, tiny_or_skip
+from support.families.others import IS_OLD, tiny_or_skip
 
 
 LENGTH, NEW = 9, 14  # of the prompts, and of the text behind them

@@ -12,8 +12,8 @@ from eagle3_hf.decoding.target.capability import VerifyMode
 from eagle3_hf.decoding.target.tree_attention import maskable_attention
 from support.drafts import compare, new_draft, padded, set_tree
 from support.families import prompt, tiny
-from support.more_families import IS_OLD
-from support.vision_families import image_prompt, tiny_vision
+from support.families.others import IS_OLD
+from support.families.vision import image_prompt, tiny_vision
 
 
 NAME = "no_masks"

@@ -4,13 +4,11 @@ import re
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     DynamicCache,
-    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -22,6 +20,7 @@ from eagle3_hf.decoding.target.runner import CACHE_KEY
 from eagle3_hf.model import vocab
 from support.drafts import draft_of, new_draft, set_tree, target_of
 from support.families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
+from support.tokenizers import words
 
 
 @pytest.fixture
@@ -142,11 +141,6 @@ def test_a_calls_own_number_of_nodes_overrides_the_heads():
 
 
 # ----- tokenizers ----------------------------------------------------------------------------------------------------
-
-
-def words(prefix: str) -> PreTrainedTokenizerFast:
-    vocabulary = {f"{prefix}{token}": token for token in range(VOCAB_SIZE)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token=f"{prefix}0")))
 
 
 def test_a_tokenizer_with_another_vocabulary_is_named_once(monkeypatch):

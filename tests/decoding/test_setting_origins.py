@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import GenerationConfig, pipeline
 
-from decoding.test_refusals import words
 from eagle3_hf.decoding import setting_origins, validation
 from support.drafts import draft_of, target_of
 from support.families import prompt
+from support.tokenizers import words
 
 
 # Field -> a value that is rejected. (Others that transformers validates itself, or older versions do not know.)

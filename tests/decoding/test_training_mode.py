@@ -11,7 +11,7 @@ from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.training_mode import check_training_mode
 from support.drafts import NEW_TOKENS, Recorder, new_draft, padded, set_tree
 from support.families import FAMILIES, prompt, tiny
-from support.more_families import CHAINS, IS_OLD, TREES, tiny_or_skip
+from support.families.others import CHAINS, IS_OLD, TREES, tiny_or_skip
 
 
 RANDOM_FIELD = re.compile("drop|jitter|noise")

@@ -7,8 +7,8 @@ from eagle3_hf import Eagle3Candidate
 from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.features import FeatureReader, media_token_ids
 from support.drafts import compare, new_draft, set_tree
-from support.more_families import IS_OLD
-from support.vision_families import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, image_prompt, tiny_vision
+from support.families.others import IS_OLD
+from support.families.vision import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, image_prompt, tiny_vision
 
 
 FAST = ["gemma3_vl", "qwen2_5_vl", "paligemma2"]

@@ -11,7 +11,7 @@ from eagle3_hf.published_formats import HeadFormatError
 from support.families import tiny
 from support.heads import new_head, write_folder
 from support.published import config_of, shape_only, tiny_folder, tiny_tensors
-from support.published_rows import INDICES, REFUSED, ROWS
+from support.published.rows import INDICES, REFUSED, ROWS
 
 
 def the(name: str):

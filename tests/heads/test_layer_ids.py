@@ -11,7 +11,7 @@ from eagle3_hf.model.loading import describe_head
 from eagle3_hf.published_formats import HeadFormatError
 from eagle3_hf.published_formats.layer_ids import KEY, LayerIds, layer_ids
 from support.families import tiny
-from support.fuzz_config import ID_KEYS
+from support.fuzz.config import ID_KEYS
 from support.heads import new_head, published, write_folder
 
 

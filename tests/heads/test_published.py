@@ -1,4 +1,4 @@
-"""Every kind of published head (`published_rows`): understood at its published size, loaded and run in small."""
+"""Every kind of published head (`published.rows`): understood at its published size, loaded and run in small."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from support.published import (
     tiny_folder,
     tiny_tensors,
 )
-from support.published_rows import INDICES, LLAMA3_ROPE, REFUSED, ROWS, nested
+from support.published.rows import INDICES, LLAMA3_ROPE, REFUSED, ROWS, nested
 
 
 load = Eagle3DraftModel.from_pretrained

@@ -1,8 +1,5 @@
 """`Noise` against `torch.multinomial` itself: equal ids, equal generator state, whatever happens in between."""
 
-import threading
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +7,7 @@ from hypothesis import strategies as st
 
 from eagle3_hf.decoding import coupling as noise_module
 from eagle3_hf.decoding.coupling import Noise
+from support.threads import another_thread
 
 
 def choose(noise: Noise, probs: torch.Tensor) -> torch.Tensor:
@@ -34,21 +32,6 @@ FOREIGN = {
     "reseed": lambda: torch.manual_seed(11),
 }
 STEP = st.tuples(st.sampled_from(["nothing"] * 4 + sorted(FOREIGN)), st.integers(-1, 3), st.integers(-1, 3))
-
-
-@contextmanager
-def another_thread(is_there=True):
-    """Beside a thread that might draw, but does not."""
-    leave = threading.Event()
-    thread = threading.Thread(target=leave.wait)
-    if is_there:
-        thread.start()
-    try:
-        yield
-    finally:
-        leave.set()
-        if is_there:
-            thread.join()
 
 
 def random_probs(rows, vocab_size, steps, seed, temperature, dtype):

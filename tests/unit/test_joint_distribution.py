@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 
+from support.chi_square import p_value
 from support.drafts import new_draft, set_tree
 from support.families import prompt, tiny
 
@@ -42,19 +43,6 @@ def exact(target, ids: torch.Tensor, settings: dict) -> torch.Tensor:
         words = torch.arange(WORDS).repeat(len(prefixes))[:, None]
         prefixes = torch.cat([prefixes.repeat_interleave(WORDS, dim=0), words], dim=1)
     return probabilities
-
-
-def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Of Pearson's statistic; texts expected less than five times count together."""
-    expected = probabilities * counts.sum()
-    assert not counts[expected == 0].any(), "a text that cannot be"
-    rare = expected < 5
-    observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    kept = expected > 0
-    statistic = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
-    freedom = torch.tensor((int(kept.sum()) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -14,7 +14,7 @@ from eagle3_hf.decoding.draft.sizing import Acceptance, Costs, TreeSizer, ranks_
 from eagle3_hf.model.tree_settings import TreeSettings
 from support.drafts import MODES, SAMPLED, Recorder, compare, new_draft, padded, set_tree, target_of
 from support.families import prompt
-from support.more_families import tiny_or_skip
+from support.families.others import tiny_or_skip
 
 
 LIMITS = TreeSettings(59, 8, 10, at_most=True)

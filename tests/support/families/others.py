@@ -8,6 +8,8 @@ import transformers
 from packaging import version
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from eagle3_hf.decoding.target.capability import VerifyMode
+from eagle3_hf.decoding.target.capability_probe import capability_of
 from support.families import SPECIFIC as WELL_TESTED
 from support.families import VOCAB_SIZE, WINDOW, common, move_vectors
 
@@ -151,3 +153,11 @@ def tiny_or_skip(name: str, **overrides) -> PreTrainedModel:
         if IS_OLD:
             pytest.skip(f"{name} with transformers {transformers.__version__}: {type(error).__name__}")
         raise
+
+
+def chain_target(name: str):
+    """A target that verifies chains. Some families' states were dropped by the forwards of older versions."""
+    target = tiny_or_skip(name)
+    if IS_OLD and capability_of(target).mode is VerifyMode.PLAIN:
+        pytest.skip(f"{name} decodes plainly with transformers {transformers.__version__}")
+    return target

@@ -6,7 +6,7 @@ import math
 import random
 from typing import Any
 
-from support.fuzz_heads import FIELDS, IDS
+from support.fuzz.heads import FIELDS, IDS
 
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_type", "type", "factor", "partial_rotary_factor")

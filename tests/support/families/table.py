@@ -1,8 +1,8 @@
 """What each family of targets can verify, and how exactly: the numbers behind docs/families.md.
 
-`python tests/support/families_table.py` measures every family and writes the page; with names as arguments it prints
-their rows alone. Both sides are `generate`'s own forwards: a tree, or a chain, that the draft is made to propose,
-against plain decoding forced along each of its paths.
+`PYTHONPATH=.:tests python -m support.families.table` measures every family and writes the page; with names as
+arguments it prints their rows alone. Both sides are `generate`'s own forwards: a tree, or a chain, that the draft is
+made to propose, against plain decoding forced along each of its paths.
 """
 
 import sys
@@ -22,13 +22,13 @@ from eagle3_hf.decoding.target.runner import CACHE_KEY, TargetRun
 from eagle3_hf.decoding.tree import DraftTree
 from support.drafts import new_draft, padded, set_tree
 from support.families import FAMILIES
-from support.more_families import CHAINS, PLAIN, TREES, tiny_other
-from support.vision_families import CONFIGS as VISION
-from support.vision_families import image_prompt, tiny_vision
+from support.families.others import CHAINS, PLAIN, TREES, tiny_other
+from support.families.vision import CONFIGS as VISION
+from support.families.vision import image_prompt, tiny_vision
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-BEGIN, END = "<!-- table: written by tests/support/families_table.py -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- table: written by tests/support/families/table.py -->", "<!-- end of the table -->"
 NEW_TOKENS, SEEDS = 24, 4
 # Ten nodes: branches of unequal length, siblings far apart, so that a node's slot is not its position.
 TREE_PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 6, 7]
