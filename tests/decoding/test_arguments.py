@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.drafts import (
     FOUR,
     MODES,
     NEW_TOKENS,
+    ForetellingDraft,
     assert_same,
     assert_same_cache,
     cache_of,
@@ -26,6 +28,7 @@ from support.drafts import (
     target_of,
 )
 from support.families import WINDOW, prompt, tiny
+from support.plain_runs import share
 
 
 ROWS = pytest.mark.parametrize("rows", [1, 3])
@@ -36,10 +39,15 @@ STATIC = pytest.mark.skipif(not KEEPS_STATIC, reason="this version makes the cac
 
 def shown(target, inputs, tree="cpu", accepted: bool = True, **kwargs):
     """A call with and without a head, everything compared; returns the head's output."""
-    draft = set_tree(new_draft(target, half=False), tree)
-    ours, _ = compare(target, draft, inputs, output_attentions=True, **kwargs)
+    ours, _ = compare(target, set_tree(draft_for(target), tree), inputs, output_attentions=True, **kwargs)
     assert ours.out.speculation.mean_accepted > 0.5 or not accepted
     return ours.out
+
+
+@cache
+def draft_for(target) -> ForetellingDraft:
+    """The head of one of the session's targets."""
+    return new_draft(target, half=False)
 
 
 def prompts(rows: int, length: int = 11) -> dict[str, torch.Tensor]:
@@ -47,15 +55,18 @@ def prompts(rows: int, length: int = 11) -> dict[str, torch.Tensor]:
     return padded([length - 3 * row for row in range(rows)], 3)
 
 
+@cache
 def eager(family: str) -> PreTrainedModel:
+    """One for the whole session: tests leave it as they found it."""
     target = tiny(family, num_hidden_layers=4)
     target.set_attn_implementation("eager")
-    return target
+    return share(target)
 
 
 # ----- attentions ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @ROWS
@@ -97,6 +108,7 @@ def test_an_attention_that_shows_no_weights():
 # ----- static caches -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @STATIC
 @FOUR
 @MODES
@@ -141,6 +153,7 @@ def static_cache(target: PreTrainedModel, slots: int) -> Callable[[], dict]:
     return lambda: {CACHE_KEY: StaticCache(config=target.config, max_cache_len=slots)}
 
 
+@pytest.mark.pairwise
 @FOUR
 @ROWS
 @pytest.mark.parametrize("slots", [11 + NEW_TOKENS - 1, 11 + NEW_TOKENS + 3, 200])
@@ -217,7 +230,7 @@ def test_a_compile_config_is_left_aside_aloud(kind, caplog, monkeypatch):
 def turns(target: PreTrainedModel, cache, heads: tuple[bool, ...], told: list | None = None) -> list[torch.Tensor]:
     """A padded batch goes on turn after turn in one cache, with a head or without; returns what each turn said."""
     inputs, said = prompts(3), []
-    draft = set_tree(new_draft(target, half=False), "cpu")
+    draft = set_tree(draft_for(target), "cpu")
     for turn, with_head in enumerate(heads):
         assistant = draft.foretell(told[turn]) if with_head and told else None
         ids = target.generate(**inputs, **{CACHE_KEY: cache}, max_new_tokens=12, assistant_model=assistant)
@@ -229,6 +242,7 @@ def turns(target: PreTrainedModel, cache, heads: tuple[bool, ...], told: list | 
     return said
 
 
+@pytest.mark.pairwise
 @FOUR
 @pytest.mark.parametrize("kind", ["dynamic", "with config", "static"])
 @pytest.mark.parametrize("heads", [(True, False, True), (False, True, True)], ids=str)
@@ -246,6 +260,7 @@ def test_turns_of_a_batch_on_one_cache(family, kind, heads):
     assert vars(caches[1]).keys() == vars(caches[0]).keys(), "nothing is hidden on the cache"
 
 
+@pytest.mark.pairwise
 @ROWS
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("whole", [True, False], ids=["all ids again", "new ids alone"])
@@ -264,6 +279,7 @@ def test_a_cache_that_a_forward_has_filled(family, rows, whole):
     shown(target, inputs if whole else {**inputs, "inputs": ids[:, 7:]}, make=make)
 
 
+@pytest.mark.pairwise
 @FOUR
 @ROWS
 @pytest.mark.parametrize("beside", [True, False], ids=["with ids", "alone"])

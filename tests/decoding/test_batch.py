@@ -505,7 +505,7 @@ def test_logits_that_nothing_can_be_drawn_from(family, token, ends, warper):
 def test_a_row_waits_when_it_is_too_far_ahead(family, mode, furthest, monkeypatch):
     monkeypatch.setattr(loop, "FURTHEST_AHEAD", furthest)
     inputs, (target, draft) = padded(LENGTHS), pair(family)
-    kwargs = {"max_new_tokens": 75, **mode}
+    kwargs = {"max_new_tokens": furthest + 27, **mode}
     vanilla = observe(target, inputs, **kwargs)
     told = vanilla.told.clone()
     told[1:] = (told[1:] + 1) % VOCAB_SIZE

@@ -20,6 +20,7 @@ MODES = pytest.mark.parametrize("mode", [{}, SAMPLED], ids=["greedy", "sampled"]
 FOUR = pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma3", "gpt_oss"])
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("padding", [1, 7, WINDOW + 3])
@@ -69,6 +70,7 @@ def test_a_prompt_that_is_all_padding():
     assert not mask.any(), "the user's mask is the user's"
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("length", [1, 15])
@@ -92,6 +94,7 @@ def test_position_ids_of_the_user(family):
     compare(*pair(family), {"input_ids": prompt(9), "position_ids": torch.arange(9)[None] * 2 + 5})
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("chunk", [1, 5, 16, 40])

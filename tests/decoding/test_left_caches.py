@@ -289,6 +289,7 @@ def interrupted(family: str, kind: str, rows: int, where: str) -> tuple[Any, int
     return brought, len(streamer.calls) - 1
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("where", ["draft", "forward", "end_round"])
 @pytest.mark.parametrize(

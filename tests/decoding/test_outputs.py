@@ -99,6 +99,7 @@ def test_counters_are_of_the_last_call_only():
 # ----- the returned cache --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("first_drafted", [True, False])

@@ -72,6 +72,7 @@ def test_list_of_ends(family, tree, mode, place):
     compare(family, tree, mode, eos_token_id=[unused, text[place], text[-1]], pad_token_id=unused)
 
 
+@pytest.mark.pairwise
 @BOTH
 @pytest.mark.parametrize("extra", [0, 1, 2])
 @pytest.mark.parametrize("place", [0, 2, 5])
@@ -146,6 +147,7 @@ def test_no_time_left(family, tree, mode):
     assert len(compare(family, tree, mode, max_time=1e-9).ids) == LENGTH + 1
 
 
+@pytest.mark.pairwise
 @BOTH
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("across", [False, True], ids=["one token", "across two tokens"])
@@ -163,6 +165,7 @@ def test_stop_strings(family, tree, mode, place, across, tokenizer):
 # ----- something raises ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @BOTH
 @pytest.mark.parametrize("kind", ["processor", "criterion", "streamer"])
 @pytest.mark.parametrize(

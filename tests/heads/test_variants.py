@@ -217,6 +217,7 @@ def test_it_trains_alike_online_and_from_a_store(tmp_path):
 # ----- the target's own text -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", VARIANTS)

@@ -29,6 +29,7 @@ class Remembering(LogitsProcessor):
         return scores + 3.0 * torch.sin(torch.arange(scores.shape[1]) * len(self.calls))
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("tree", ["cpu", "chain"])
