@@ -316,10 +316,10 @@ class SpeculativeDecoding:
     def _result(self):
         if not self.config.return_dict_in_generate:
             return self.batch.input_ids
+        fields: dict[str, Any] = {CACHE_KEY: self.target.cache, **self.tokens.record.until(self.batch.steps)}
         output = GenerateDecoderOnlyOutput(
             sequences=self.batch.input_ids,
-            **self.tokens.record.until(self.batch.steps),
-            **{CACHE_KEY: self.target.cache},
+            **fields,
         )
         output.speculation = self.stats  # an attribute, not a key: keys and to_tuple() stay those of plain decoding
         return output

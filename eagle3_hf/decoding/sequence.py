@@ -9,6 +9,7 @@ A *slot* of the target's cache is a column of the ids: sequence `b` has its entr
 """
 
 from collections.abc import Sequence as Sized
+from typing import cast
 
 import torch
 from torch import nn
@@ -75,6 +76,10 @@ class Sequence:
         """Tokens of prompt and text, without pad tokens behind the end."""
         return self._prompt_length + len(self.token_ids)
 
+    def finished_before(self, step: int) -> bool:
+        """Whether the last token of its own is that of an earlier step."""
+        return self.finished_at is not None and self.finished_at < step
+
     def lead(self, steps: int) -> int:
         """Steps that the sequence is ahead of the committed `steps`."""
         return max(0, len(self.token_ids) - steps)
@@ -97,7 +102,7 @@ class Sequence:
 
     def finish(self, step: int) -> None:
         """The last token of its own is that of `step`, unless an earlier one is; what it has behind is taken back."""
-        if self.finished_at is not None and self.finished_at <= step:
+        if self.finished_before(step + 1):
             return
         self.finished_at = step
         self._forget_pads()
@@ -167,7 +172,7 @@ class Batch(list[Sequence]):
         return self._ids.pad
 
     @property
-    def input_ids(self) -> torch.Tensor:
+    def input_ids(self) -> torch.LongTensor:
         """(B, T) prompt and the tokens of all committed steps."""
         return self.ids_until(self.steps)
 
@@ -203,9 +208,9 @@ class Batch(list[Sequence]):
         """(B, 1) the newest token of each sequence, whose entry is not in the cache yet."""
         return torch.tensor([sequence.upcoming(1) for sequence in self], device=self.device)
 
-    def ids_until(self, step: int) -> torch.Tensor:
+    def ids_until(self, step: int) -> torch.LongTensor:
         """(B, T) ids before `step`, in memory of their own as plain decoding's are."""
-        return self._ids.until(self.prompt_length + step).clone()
+        return cast(torch.LongTensor, self._ids.until(self.prompt_length + step).clone())
 
     def cached_ids(self) -> torch.Tensor:
         """(B, T) ids of all columns that have a slot, provisional ones and pad tokens included."""

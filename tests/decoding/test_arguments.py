@@ -16,9 +16,9 @@ from support.drafts import (
     NEW_TOKENS,
     ForetellingDraft,
     assert_same,
+    assert_same_as_plain,
     assert_same_cache,
     cache_of,
-    compare,
     draft_of,
     new_draft,
     observe,
@@ -37,9 +37,9 @@ KEEPS_STATIC = "ASSISTED_GENERATION" not in inspect.getsource(GenerationMixin._p
 STATIC = pytest.mark.skipif(not KEEPS_STATIC, reason="this version makes the cache dynamic")
 
 
-def shown(target, inputs, tree="cpu", accepted: bool = True, **kwargs):
+def assert_shown_as_plain(target, inputs, tree="cpu", accepted: bool = True, **kwargs):
     """A call with and without a head, everything compared; returns the head's output."""
-    ours, _ = compare(target, set_tree(draft_for(target), tree), inputs, output_attentions=True, **kwargs)
+    ours, _ = assert_same_as_plain(target, set_tree(draft_for(target), tree), inputs, output_attentions=True, **kwargs)
     assert ours.out.speculation.mean_accepted > 0.5 or not accepted
     return ours.out
 
@@ -71,7 +71,7 @@ def eager(family: str) -> PreTrainedModel:
 @MODES
 @ROWS
 def test_attentions(family, mode, rows):
-    out = shown(eager(family), prompts(rows), **mode)
+    out = assert_shown_as_plain(eager(family), prompts(rows), **mode)
     assert len(out.attentions) == NEW_TOKENS
     assert [weights.shape for weights in out.attentions[0]] == [(rows, 4, 11, 11)] * 4
     full = 11 + NEW_TOKENS - 1
@@ -82,26 +82,26 @@ def test_attentions(family, mode, rows):
 
 @pytest.mark.parametrize("tree", ["paper", "chain"])
 def test_attentions_of_other_trees(tree):
-    shown(eager("gemma3"), prompts(2), tree=tree)
+    assert_shown_as_plain(eager("gemma3"), prompts(2), tree=tree)
 
 
 @ROWS
 def test_attentions_of_rows_that_end_early(rows):
     target, inputs = eager("mistral_sw"), prompts(rows)
     text = target.generate(**inputs, max_new_tokens=NEW_TOKENS)[0, 11:].tolist()
-    shown(target, inputs, eos_token_id=[text[9]])
+    assert_shown_as_plain(target, inputs, eos_token_id=[text[9]])
 
 
 @ROWS
 def test_attentions_of_chunks(rows):
     """Vanilla shows those of the last chunk."""
-    out = shown(eager("llama"), prompts(rows), prefill_chunk_size=4)
+    out = assert_shown_as_plain(eager("llama"), prompts(rows), prefill_chunk_size=4)
     assert out.attentions[0][0].shape == (rows, 4, 3, 11)
 
 
 def test_an_attention_that_shows_no_weights():
     """sdpa gives none, and vanilla an empty tuple a step."""
-    out = shown(target_of("llama"), prompts(1))
+    out = assert_shown_as_plain(target_of("llama"), prompts(1))
     assert out.attentions == ((),) * NEW_TOKENS
 
 
@@ -114,7 +114,7 @@ def test_an_attention_that_shows_no_weights():
 @MODES
 @ROWS
 def test_static_caches_of_generate(family, mode, rows):
-    out = shown(eager(family), prompts(rows), cache_implementation="static", **mode)
+    out = assert_shown_as_plain(eager(family), prompts(rows), cache_implementation="static", **mode)
     assert {type(layer) for layer in cache_of(out).layers} <= {StaticLayer, StaticSlidingWindowLayer}
 
 
@@ -136,7 +136,7 @@ def test_static_caches_and_rows_that_end_early(rows):
     for family in ("llama", "gemma3"):
         target, inputs = target_of(family), prompts(rows)
         text = target.generate(**inputs, max_new_tokens=NEW_TOKENS)[:, 11:]
-        shown(
+        assert_shown_as_plain(
             target, inputs, cache_implementation="static", eos_token_id=[int(text[0, 9]), int(text[-1, 3])],
             accepted=False,
         )  # fmt: skip
@@ -146,7 +146,7 @@ def test_static_caches_and_rows_that_end_early(rows):
 @pytest.mark.parametrize("chunk", [1, 4, 16])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_static_caches_filled_in_chunks(family, chunk):
-    shown(target_of(family), prompts(1, 15), cache_implementation="static", prefill_chunk_size=chunk)
+    assert_shown_as_plain(target_of(family), prompts(1, 15), cache_implementation="static", prefill_chunk_size=chunk)
 
 
 def static_cache(target: PreTrainedModel, slots: int) -> Callable[[], dict]:
@@ -160,7 +160,7 @@ def static_cache(target: PreTrainedModel, slots: int) -> Callable[[], dict]:
 def test_static_caches_of_the_user(family, rows, slots):
     """Exactly as long as the text, a little longer, and with room for every tree."""
     target = target_of(family)
-    shown(target, prompts(rows), make=static_cache(target, slots))
+    assert_shown_as_plain(target, prompts(rows), make=static_cache(target, slots))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -276,7 +276,7 @@ def test_a_cache_that_a_forward_has_filled(family, rows, whole):
             target(ids[:, :7], attention_mask=mask[:, :7], position_ids=positions, **{CACHE_KEY: cache})
         return {CACHE_KEY: cache}
 
-    shown(target, inputs if whole else {**inputs, "inputs": ids[:, 7:]}, make=make)
+    assert_shown_as_plain(target, inputs if whole else {**inputs, "inputs": ids[:, 7:]}, make=make)
 
 
 @pytest.mark.pairwise
@@ -288,12 +288,12 @@ def test_embeddings_for_a_prompt(family, rows, beside):
     embeds = target.get_input_embeddings()(inputs["inputs"]).detach()
     ids = {"input_ids": inputs["inputs"]} if beside else {}
     given = {**ids, "attention_mask": inputs["attention_mask"], "inputs_embeds": embeds}
-    shown(target, given)
+    assert_shown_as_plain(target, given)
     if KEEPS_STATIC:
-        shown(target, given, cache_implementation="static")
+        assert_shown_as_plain(target, given, cache_implementation="static")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("chunk", [1, 4, 16])
 def test_chunks_of_a_batch(family, chunk):
-    shown(target_of(family), prompts(3), prefill_chunk_size=chunk)
+    assert_shown_as_plain(target_of(family), prompts(3), prefill_chunk_size=chunk)

@@ -81,7 +81,7 @@ def run(count: int, seed: int, seconds: float) -> dict:
     return summary
 
 
-def check(summary: dict, count: int) -> None:
+def assert_no_findings(summary: dict, count: int) -> None:
     assert summary["findings"] == []
     assert summary["refused"] + summary["loaded"] == count
     # With fewer of either the mutations would be too mild or too wild to prove anything.
@@ -91,12 +91,12 @@ def check(summary: dict, count: int) -> None:
 
 
 def test_three_hundred_damaged_heads():
-    check(run(300, seed=0, seconds=300), 300)
+    assert_no_findings(run(300, seed=0, seconds=300), 300)
 
 
 @pytest.mark.slow
 def test_two_thousand_damaged_heads():
-    check(run(2000, seed=1, seconds=1800), 2000)
+    assert_no_findings(run(2000, seed=1, seconds=1800), 2000)
 
 
 # ----- what it has found ---------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_views_of_one_storage_become_tensors_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
-        (torch.empty(64, 192, device="meta"), "has shapes, but no numbers for ['fc.weight']"),
+        (torch.empty(64, 192, device="meta"), "has shapes, but no values for ['fc.weight']"),
         (torch.ones(64, 192).to_sparse(), "fc.weight is sparse or quantised, not a plain tensor"),
         (torch.zeros(1).expand(10**6, 10**6), "claims shape (1000000, 1000000), more bytes than the file has"),
     ],

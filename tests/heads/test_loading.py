@@ -291,7 +291,9 @@ SUPPORTED = "EAGLE-3 heads have `fc.weight` and a layer that reads [embedding, f
 @pytest.mark.parametrize("key", ["fc_norm", "norm_before_fc", "norm_before_residual", "eagle_config", "dflash_config"])
 def test_switched_off_they_mean_nothing(tmp_path, key):
     config, tensors = published(new_head())
-    load(write_folder(tmp_path, {**config, key: None if key.endswith("_config") else False}, tensors))
+    plain = load(write_folder(tmp_path / "plain", config, tensors))
+    off = {**config, key: None if key.endswith("_config") else False}
+    assert load(write_folder(tmp_path / "off", off, tensors)).config.to_diff_dict() == plain.config.to_diff_dict()
 
 
 def renamed(tensors: dict, old: str, new: str) -> dict:
@@ -326,13 +328,14 @@ def test_first_generation_head(tmp_path):
         "layers.0.self_attn.q_proj.weight": torch.zeros(64, 64),
         "layers.0.mlp.up_proj.weight": torch.zeros(96, 64),
     }
-    assert "an EAGLE-1/EAGLE-2 head or an unknown dialect" in refusal(write_folder(tmp_path / "a", config, tensors))
+    assert "an EAGLE-1/EAGLE-2 head or an unknown format" in refusal(write_folder(tmp_path / "a", config, tensors))
     config, tensors = published(new_head())
     tensors["fc.weight"] = tensors["fc.weight"][:, :128].clone()
     assert refusal(write_folder(tmp_path / "b", config, tensors)) == (
         "fc.weight reads 128 features, but 3 layers of a target of width 64 give 192: this is not an EAGLE-3 head "
-        "(an EAGLE-1/2 head reads one), or target_hidden_size or its layer ids (eagle_aux_hidden_state_layer_ids) are "
-        "missing from its config; load it with target_hidden_size= or target_layer_ids=[...]"
+        "(an EAGLE-1/2 head reads one layer), or target_hidden_size or its layer ids "
+        "(eagle_aux_hidden_state_layer_ids) are missing from its config; load it with target_hidden_size= or "
+        "target_layer_ids=[...]"
     )
 
 
@@ -477,18 +480,30 @@ def test_mismatched_shapes_are_an_error_even_if_allowed(tmp_path):
             None,
             "its config must have `num_attention_heads`, an integer of at least 1; it says N",
         ),
-        ("num_attention_heads", 3, "q_proj.weight) has 64 rows, which is no multiple of num_attention_heads 3"),
-        ("num_attention_heads", 128, "q_proj.weight) has 64 rows, which is no multiple of num_attention_heads 128"),
+        ("num_attention_heads", 3, "q_proj.weight) has 64 rows, which is not a multiple of num_attention_heads 3"),
+        ("num_attention_heads", 128, "q_proj.weight) has 64 rows, which is not a multiple of num_attention_heads 128"),
         (
             "target_hidden_size",
             "wide",
             "its config must have `target_hidden_size`, an integer of at least 1; it says 'w",
         ),
         ("target_hidden_size", 128, "but 3 layers of a target of width 128 give 384"),
-        ("rms_norm_eps", "small", "rms_norm_eps must be a number, got 'small'"),
-        ("hidden_act", "nonsense", "hidden_act 'nonsense' is unknown to transformers"),
-        ("hidden_act", {"a": 1}, "hidden_act {'a': 1} is unknown to transformers"),
-        ("max_position_embeddings", "long", "max_position_embeddings must be an integer of at least 1, got 'long'"),
+        ("rms_norm_eps", "small", "rms_norm_eps must be a finite number above 0, got 'small'"),
+        (
+            "hidden_act",
+            "nonsense",
+            "hidden_act must be the name of an activation function of transformers, got 'nonsense'",
+        ),
+        (
+            "hidden_act",
+            {"a": 1},
+            "hidden_act must be the name of an activation function of transformers, got {'a': 1}",
+        ),
+        (
+            "max_position_embeddings",
+            "long",
+            "max_position_embeddings must be an integer from 1 to 2147483647, got 'long'",
+        ),
         ("rope_scaling", "linear", "its config's rope_scaling must be a dict, got 'linear'"),
         ("rope_scaling", {"type": "su-scaled"}, "rope_type 'su-scaled' is unknown; known: default, dynamic, linear"),
         (
@@ -506,7 +521,7 @@ def test_configs_that_contradict_the_tensors_or_make_no_sense(tmp_path, field, v
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("hidden_size", "64", "hidden_size must be an integer of at least 1, got '64'"),
+        ("hidden_size", "64", "hidden_size must be an integer from 1 to 2147483647, got '64'"),
         ("norm_output", "no", "norm_output must be True or False, got 'no'"),
         ("target_layer_ids", "1,2,4", "must be ascending, distinct hidden_states indices"),
         ("draft_vocab_size", 500, "draft_vocab_size (500) is larger than the target's vocab_size (320)"),
@@ -515,7 +530,7 @@ def test_configs_that_contradict_the_tensors_or_make_no_sense(tmp_path, field, v
             50,
             "layers.0.mlp.down_proj.weight has shape (64, 96) in the file, but the config makes",
         ),
-        ("num_hidden_layers", 2, "its config says num_hidden_layers 2, but its tensors are of 1 layers"),
+        ("num_hidden_layers", 2, "its config says num_hidden_layers 2, but it has tensors of 1 layers"),
         ("qk_norm", True, "missing tensors ['layers.0.self_attn.k_norm.weight', 'layers.0.self_attn.q_norm.weight']"),
     ],
 )
@@ -528,7 +543,7 @@ def test_own_configs_of_the_wrong_kind(tmp_path, field, value, words):
 def test_quantised_weights(tmp_path):
     config, tensors = published(new_head())
     tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e4m3fn)
-    words = "quantised heads are refused, use the original one"
+    words = "quantised heads are not supported, use the original one"
     assert words in refusal(write_folder(tmp_path, config, tensors))
     tensors["fc.weight"] = torch.zeros(64, 192, dtype=torch.int8)
     assert refusal(write_folder(tmp_path, config, tensors)) == f"fc.weight has dtype int8: {words}"
@@ -592,13 +607,16 @@ def too_short(tensors):
             without_map,
             "draft vocabulary without a map: the head has 128 of 320 tokens and no `d2t` tensor that says wh",
         ),
-        (without_lm_head, "missing tensors ['lm_head.weight']: a head with a draft vocabulary of 128 cannot borrow"),
+        (
+            without_lm_head,
+            "missing tensors ['lm_head.weight']: a head with a draft vocabulary of 128 tokens cannot borrow",
+        ),
         (zeros, "d2t is all zero although the draft vocabulary (128) is smaller than the target's (320)"),
         (too_far, "d2t[5] = 400 maps draft id 5 to target id 405, outside 0..319 (1 such entries)"),
         (twice, "d2t is not one-to-one: draft ids 6 and 7 both map to target id"),
         (stale_mask, "which t2d does not mark (1 such ids); one of the two is stale"),
         (short_mask, "t2d marks 127 tokens, but d2t maps 128; one of the two is stale"),
-        (floats, "d2t must be integer offsets, got float16, which rounds them"),
+        (floats, "d2t must hold integer offsets, got float16, which rounds them"),
         (too_short, "d2t has shape (127,) in the file, but the config makes it (128,)"),
     ],
 )
@@ -701,7 +719,7 @@ def test_a_training_checkpoint_is_not_taken_for_weights(tmp_path):
     config, tensors = published(new_head())
     folder = write_folder(tmp_path, config, {"module": tensors, "global_steps": 3}, "pytorch_model.bin")
     assert refusal(folder) == (
-        "FOLDER/pytorch_model.bin holds ['module', 'global_steps'] that are no tensors: a training checkpoint, not "
+        "FOLDER/pytorch_model.bin holds ['module', 'global_steps'] that are not tensors: a training checkpoint, not "
         "the weights of a head"
     )
 

@@ -56,13 +56,13 @@ def warned(caplog):
     return messages
 
 
-def check_notes(notes: list[str], row) -> None:
+def assert_notes(notes: list[str], row) -> None:
     assert len(notes) == len(row.notes), notes
     for words in row.notes:
         assert any(words in note for note in notes), f"{words!r} is in none of {notes}"
 
 
-def check_fields(config, wanted: dict) -> None:
+def assert_fields(config, wanted: dict) -> None:
     found = {name: getattr(config, name) for name in wanted}
     assert found == wanted
 
@@ -74,11 +74,11 @@ def check_fields(config, wanted: dict) -> None:
 def test_published_size_is_understood(row, tmp_path):
     described = describe_head(shape_only(row, tmp_path))
     config = canonical_config(tmp_path, described)
-    check_fields(config, canonical(row))
+    assert_fields(config, canonical(row))
     assert row.rope.items() <= config.rope_parameters.items()
     assert described.renamed == renamed(row)
     assert sorted(described.dropped) == sorted(row.dropped)
-    check_notes(described.notes, row)
+    assert_notes(described.notes, row)
     assert "architectures" in described.ignored
 
 
@@ -120,8 +120,8 @@ def test_an_ordinary_model_is_no_head(tmp_path, target):
 @every_row
 def test_loads_bit_equal_and_says_what_it_must(row, tmp_path, warned):
     draft = load(tiny_folder(row, tmp_path))
-    check_notes(warned(), row)
-    check_fields(draft.config, canonical(row, tiny=True))
+    assert_notes(warned(), row)
+    assert_fields(draft.config, canonical(row, tiny=True))
     written, state, names = tiny_tensors(row), draft.state_dict(), renamed(row, tiny=True)
     assert all(torch.equal(state[ours], written[name]) for name, ours in names.items())
     assert set(names.values()) | {"d2t", "t2d"} == set(state)
@@ -509,17 +509,17 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "heads.md"
 
 
 def documented(heading: str) -> set[tuple[str, ...]]:
-    """The rows of the table under a heading: target, repositories, dialect, peculiarity."""
+    """The rows of the table under a heading: target, repositories, format, peculiarity."""
     section = PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return {tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]) for line in lines}
 
 
 def as_documented(row) -> tuple[str, ...]:
-    return row.target, ", ".join(f"`{repo}`" for repo in row.repos) or "(none public)", row.dialect, row.peculiarity
+    return row.target, ", ".join(f"`{repo}`" for repo in row.repos) or "(none public)", row.format, row.peculiarity
 
 
-@pytest.mark.parametrize(("heading", "rows"), [("Heads that load", ROWS), ("Heads that are refused", REFUSED)])
+@pytest.mark.parametrize(("heading", "rows"), [("Heads that load", ROWS), ("Heads that are rejected", REFUSED)])
 def test_the_page_shows_these_rows_and_no_others(heading, rows):
     assert documented(heading) == {as_documented(row) for row in rows}
 

@@ -340,7 +340,7 @@ def test_sampled_rows_have_exactly_their_own_logits(target, overrides, monkeypat
     everything = list(recorded)
     recorded.clear()
     rows = torch.tensor([[1, 4, 5, 9, 11], [0, 2, 3, 4, 10]])
-    monkeypatch.setattr(Supervision, "sample_rows", lambda *args: rows)
+    monkeypatch.setattr(Supervision, "sample_positions", lambda *args: rows)
     sampled = draft.training_time_test(ids, features, supervision, TTTSettings(num_steps=4, row_share=0.4))
     assert torch.equal(recorded[0], everything[0])
     for step in range(1, 4):
@@ -367,8 +367,8 @@ def test_weighted_sample_expects_every_pair_once(share):
     supervision, steps, draws = supervision_at([[(3, 28)], [(5, 6), (20, 24)], [(0, 0)], []], 30), 4, 1500
     totals = [torch.zeros(len(supervision.teacher)) for _ in range(steps)]
     for _ in range(draws):
-        rows = supervision.sample_rows(share, steps)
-        weights = supervision.row_weights(rows.shape[1], steps)
+        rows = supervision.sample_positions(share, steps)
+        weights = supervision.sample_weights(rows.shape[1], steps)
         for step in range(1, steps):
             batch, _, entries = supervision.pairs(rows, step)
             totals[step].index_add_(0, entries, weights[batch])
@@ -409,9 +409,10 @@ def test_sampled_loss_has_the_expectation_of_the_whole(target):
 @torch.no_grad()
 def test_the_whole_share_samples_nothing(target, monkeypatch):
     draft, ids = head_for(target), prompt(8)
-    monkeypatch.setattr(Supervision, "sample_rows", None)  # would raise when called
+    monkeypatch.setattr(Supervision, "sample_positions", None)  # would raise when called
     features = features_of(target, draft, ids)
-    draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), TTTSettings(num_steps=3))
+    settings = TTTSettings(num_steps=3)
+    assert len(draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), settings)) == 3
 
 
 # ----- the cache between rounds -------------------------------------------------------------------------------------

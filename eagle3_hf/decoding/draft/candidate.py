@@ -208,6 +208,7 @@ class Eagle3Candidate(CandidateGenerator):
             self._ranking.offsets = leads
         settings = settings or self.settings
         settings = settings.capped(max_depth or settings.depth)
+        assert self._last is not None  # something has been fed
         return self._grower.grow(self._last, roots.to(self._last.device), self._cache, self._next, settings)
 
     def get_candidates(  # type: ignore[override]

@@ -40,13 +40,11 @@ class DraftInputs:
         like = next((part.embeds for part in parts if part.embeds is not None), None)
         if like is not None:
             parts = [part._with_embeds(like) for part in parts]
-        columns = zip(*(vars(part).values() for part in parts), strict=True)
         # Of a target that is spread over devices, prompt and nodes may come from different ones.
-        return cls(
-            *(
-                None if column[0] is None else torch.cat([part.to(column[0].device) for part in column], dim=1)
-                for column in columns
-            )
+        device = parts[0].tokens.device
+        names = [name for name, value in vars(parts[0]).items() if value is not None]
+        return replace(
+            parts[0], **{name: torch.cat([getattr(part, name).to(device) for part in parts], dim=1) for name in names}
         )
 
     def _with_embeds(self, like: torch.Tensor) -> "DraftInputs":
@@ -119,7 +117,7 @@ class DraftInputs:
         if shown is not None and not bool(shown.all()):
             following = _next_shown(shown)
             tokens = tokens.gather(1, following)
-            if embeds is not None:
+            if embeds is not None and embedded is not None:
                 embeds = embeds.gather(1, following.to(embeds.device)[..., None].expand_as(embeds))
                 embedded = embedded.gather(1, following)
         if len(roots) == 1:
@@ -136,7 +134,8 @@ class DraftInputs:
         if shown is None or bool(shown.all()):
             return self
         kept = shown[0]
-        return DraftInputs(*(None if part is None else part[:, kept.to(part.device)] for part in vars(self).values()))
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: value[:, kept.to(value.device)] for name, value in given.items()})
 
     def rewind(self, index: int, position: int) -> None:
         """One sequence no longer has anything from this position on."""

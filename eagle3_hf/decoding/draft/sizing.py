@@ -235,7 +235,8 @@ class TreeSizer:
         if not sure:
             self._next_decision = _WALKS_TO_CHANGE
             return
-        self._start(best if rates[best] > _BETTER * rates.get(self._size, 0.0) else self._size)
+        now = self._size or best
+        self._start(best if rates[best] > _BETTER * rates.get(now, 0.0) else now)
 
     def _start(self, size: TreeSettings) -> None:
         self._size, self._rounds, self._walks, self._next_decision = size, 0, 0, _WALKS_TO_STOP

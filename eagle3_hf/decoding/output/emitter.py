@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationMixin, LogitsProcessorList
 
 from ..coupling import Noise
-from ..sequence import Batch
+from ..sequence import Batch, Sequence
 from .outputs import StepRecord
 from .processors import HARMLESS_PROCESSORS, PREFIX_FREE_WARPERS, STATELESS_PROCESSORS, StopTest
 
@@ -176,45 +176,45 @@ class TokenEmitter:
         if self.noise is None or not self.noise.fits(scores):
             self.noise = Noise(scores.shape[0], scores.shape[1], scores.device, scores.dtype)
         probs = nn.functional.softmax(picked, dim=-1)
-        tokens = self._raced(probs, steps)
+        tokens = self._raced(self.noise, probs, steps)
         if self._commits_next(steps):
             self._reject_pads()
             if not self.noise.claim():
-                tokens = self._raced(probs, steps)
+                tokens = self._raced(self.noise, probs, steps)
         return tokens
 
-    def _raced(self, probs: torch.Tensor, steps: dict[int, int]) -> dict[int, int]:
-        drawn = self._drawn(steps)
-        chosen, valid = self.noise.race(probs, drawn)
+    def _raced(self, noise: Noise, probs: torch.Tensor, steps: dict[int, int]) -> dict[int, int]:
+        drawn = self._drawn(noise, steps)
+        chosen, valid = noise.race(probs, drawn)
         tokens = dict(zip(steps, chosen.tolist(), strict=True))
-        return tokens if valid else self._without_invalid(tokens, probs, drawn, steps)
+        return tokens if valid else self._without_invalid(noise, tokens, probs, drawn, steps)
 
     def _commits_next(self, steps: dict[int, int]) -> bool:
         """Whether these are all that the next step still lacks, and none has chosen with its noise before."""
         next_step = self._batch.steps
         return not self.done and all(
             steps.get(sequence.index) == next_step
-            or (sequence.is_padding and sequence.finished_at < next_step and self._has_next(sequence))
+            or (sequence.is_padding and sequence.finished_before(next_step) and self._has_next(sequence))
             for sequence in self._batch
         )
 
-    def _drawn(self, steps: dict[int, int]) -> torch.Tensor:
+    def _drawn(self, noise: Noise, steps: dict[int, int]) -> torch.Tensor:
         """The noise of each sequence's own step; of pad tokens behind the others any will do."""
         if len(self._batch) == 1:
-            return self.noise.peek(0)
-        coming = self.noise.peek_at([max(0, step - self._batch.steps) for step in steps.values()])
-        return torch.stack([noise[index] for index, noise in zip(steps, coming, strict=True)])
+            return noise.peek(0)
+        coming = noise.peek_at([max(0, step - self._batch.steps) for step in steps.values()])
+        return torch.stack([drawn[index] for index, drawn in zip(steps, coming, strict=True)])
 
     def _without_invalid(
-        self, tokens: dict[int, int], probs: torch.Tensor, drawn: torch.Tensor, steps: dict[int, int]
+        self, noise: Noise, tokens: dict[int, int], probs: torch.Tensor, drawn: torch.Tensor, steps: dict[int, int]
     ) -> dict[int, int]:
         """Sequences at the next step raise what multinomial raises; those ahead wait, should they get that far."""
         kept = {}
         for place, (index, step) in enumerate(steps.items()):
             own, sequence = probs[place : place + 1], self._batch[index]
-            if not self.noise.race(own, drawn[place : place + 1])[1]:
+            if not noise.race(own, drawn[place : place + 1])[1]:
                 if step <= self._batch.steps:
-                    self.noise.check(own)
+                    noise.check(own)
                 elif not sequence.is_padding:
                     continue
                 elif sequence.unusable_pad is None:
@@ -228,7 +228,7 @@ class TokenEmitter:
         """Tell criteria and streamer of every step that no sequence has still to reach."""
         while not self.done and all(map(self._has_next, self._batch)):
             step = self._batch.steps
-            if self._do_sample:
+            if self.noise is not None:
                 self._reject_pads()
                 if not self.noise.advance():
                     self._batch.rewind(step)
@@ -242,10 +242,10 @@ class TokenEmitter:
                 for sequence, is_finished in zip(self._batch, finished, strict=True):
                     if is_finished:
                         sequence.finish(step)
-            self.done = all(at is not None and at <= step for at in (each.finished_at for each in self._batch))
+            self.done = all(sequence.finished_before(step + 1) for sequence in self._batch)
             if not _STREAMS_FIRST:
                 self._stream(step)
-            if self._do_sample and len(self._batch) > 1 and not self.done and self.noise.was_moved():
+            if self.noise is not None and len(self._batch) > 1 and not self.done and self.noise.was_moved():
                 self.was_moved = True
                 self._batch.rewind(step + 1)
             self._is_committing = False
@@ -254,18 +254,19 @@ class TokenEmitter:
         if self._streamer is not None:
             self._streamer.put(torch.tensor([sequence.tokens(step, 1)[0] for sequence in self._batch]))
 
-    def _has_next(self, sequence) -> bool:
+    def _has_next(self, sequence: Sequence) -> bool:
         """Whether all is known that plain decoding would know of a sequence when it has made the next step."""
         if not sequence.is_padding:
             return len(sequence.token_ids) > self._batch.steps
-        own = not self.asks_of_pads or self._batch.steps <= sequence.finished_at
+        own = not self.asks_of_pads or not sequence.finished_before(self._batch.steps)
         return own or sequence.pads_chosen > self._batch.steps
 
     def _reject_pads(self) -> None:
         """Raise what multinomial raises for a finished sequence at the next step."""
         for sequence in self._batch:
-            if sequence.unusable_pad is not None and sequence.unusable_pad[0] == self._batch.steps:
-                self.noise.check(sequence.unusable_pad[1])
+            pad = sequence.unusable_pad
+            if self.noise is not None and pad is not None and pad[0] == self._batch.steps:
+                self.noise.check(pad[1])
 
     def end_round(self, emitted: int) -> None:
         """Tell a streamer that asks (by having `end_round`): the last tokens were some drafts and one more."""

@@ -7,6 +7,7 @@ attention masks made where no tree can be shown. A chain needs none of it: it is
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -63,7 +64,8 @@ def known_capability(target: PreTrainedModel) -> Capability | None:
     another kernel, may compute something else.
     """
     config, name = target.config.get_text_config(), type(target).__name__
-    if not target._supports_default_dynamic_cache():
+    has_cache: Any = target._supports_default_dynamic_cache
+    if not has_cache():
         return Capability(VerifyMode.PLAIN, f"{name} keeps its past elsewhere than in a cache of transformers")
     if has_cross_attention(target):
         return Capability(

@@ -203,7 +203,8 @@ class _Trial:
     def __init__(
         self, target: PreTrainedModel, device: torch.device, batch_size: int = 1, half_most: float = _HALF_MOST
     ):
-        self._target, self._device, self._batch_size, self._half_most = target, device, batch_size, half_most
+        self._target: Any = target  # torch types attributes of a module as "Tensor or Module"
+        self._device, self._batch_size, self._half_most = device, batch_size, half_most
         self._config = target.config.get_text_config()
         self._dtype = target.dtype  # some models give logits of half precision as float32
         self.restores = has_states(self._new_cache())

@@ -39,7 +39,7 @@ class _TreeWindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        kept = self.keys.shape[2] if self.is_initialized else 0
+        kept = self.keys.shape[2] if self.keys is not None else 0
         return kept + query_length, self.cumulative_length - kept
 
 
@@ -171,16 +171,21 @@ def finish(cache: Cache, kept: bool = True) -> None:
     """
     _wait_for_copies(cache)
     give_back_room(cache, kept)
-    for layer in cache.layers:
-        if not layer.is_initialized:
-            continue
-        if isinstance(layer, StaticLayer):
+    for layer in _layers(cache):
+        kind: type = type(layer)
+        if issubclass(kind, StaticLayer) and layer.is_initialized:
             layer.keys[:, :, int(layer.get_seq_length()) :] = 0
             layer.values[:, :, int(layer.get_seq_length()) :] = 0
-        elif type(layer) is _TreeWindowLayer:
-            layer.__class__ = DynamicSlidingWindowLayer  # type: ignore[assignment]
-            layer.keys = layer.keys[:, :, 1 - layer.sliding_window :]
-            layer.values = layer.values[:, :, 1 - layer.sliding_window :]
+        elif kind is _TreeWindowLayer:
+            layer.__class__ = DynamicSlidingWindowLayer
+            if layer.is_initialized:
+                layer.keys = layer.keys[:, :, 1 - layer.sliding_window :]
+                layer.values = layer.values[:, :, 1 - layer.sliding_window :]
+
+
+def _layers(cache: Cache) -> list[Any]:
+    """The layers, whose tensors transformers types as optional."""
+    return cache.layers
 
 
 def _wait_for_copies(cache: Cache) -> None:
@@ -214,7 +219,7 @@ def keep_paths(
     end = max(cache_lens) + num_nodes
     moves = _Moves(cache_lens, paths)
     _wait_for_copies(cache)
-    for layer in cache.layers:
+    for layer in _layers(cache):
         if type(layer) not in (*_KNOWN, *_EMPTY):
             raise ValueError(f"cannot keep a path of the tree: {supported(cache)}")
         if not _has_entries(layer):
@@ -268,7 +273,7 @@ def _drop_last(layer: Any, count: int) -> None:
         layer.cumulative_length -= count
 
 
-def _forget_unseen(layer: _TreeWindowLayer, needed_from: int) -> None:
+def _forget_unseen(layer: Any, needed_from: int) -> None:
     first = layer.cumulative_length - layer.keys.shape[2]
     unseen = max(0, needed_from - (layer.sliding_window - 1) - first)
     kept = layer.keys.shape[2] - unseen

@@ -60,7 +60,7 @@ class TargetRun:
         capability: Capability = TREE,
         synced: SyncedGpus | None = None,
     ):
-        self.target = target
+        self.target: Any = target  # torch types attributes of a module as "Tensor or Module"
         self.synced = synced
         self.capability = capability
         self.capacity: int | None = None
@@ -108,10 +108,10 @@ class TargetRun:
 
     def _tokens_seen(self, prompt: torch.Tensor) -> int:
         """For caches of states alone, which do not count."""
-        mask, embeds = self._kwargs.get("attention_mask"), self._kwargs.get("inputs_embeds")
+        mask = self._kwargs.get("attention_mask")
         if mask is not None:
             return mask.shape[1] - 1
-        return prompt.shape[1] or embeds.shape[1]
+        return prompt.shape[1] or self._kwargs["inputs_embeds"].shape[1]
 
     def _find_root_positions(self, device: torch.device) -> None:
         """(..., B, 1) positions of the first roots; counted, for models that take none."""
@@ -232,7 +232,7 @@ class TargetRun:
             self._cached = new
         elif new - old == num_nodes:
             self._cached, self._snapshot = new, None
-        else:
+        elif self._snapshot is not None:
             self._snapshot.restore(self.cache)
 
     def cut(self, end: int) -> None:
