@@ -13,7 +13,7 @@ from support.families import FAMILIES, prompt, tiny
 from support.losslessness import ROWS, SAMPLED, Comparison, judge, seeded
 
 
-FAST_PROMPTS, ALL_PROMPTS = 16, 56  # per family; multiples of neither table, so that the rows rotate over families
+FAST_PROMPTS, ALL_PROMPTS = 10, 56  # per family; multiples of neither table, so that the rows rotate over families
 
 
 def cases(family: str, prompts: int) -> list[tuple[torch.Tensor, int, str, str]]:
@@ -35,8 +35,8 @@ def run(family: str, drawn) -> Comparison:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ids_of_vanilla(family):
-    comparison = run(family, cases(family, FAST_PROMPTS))
+def test_ids_of_vanilla(family, pytestconfig):
+    comparison = run(family, cases(family, pytestconfig.getoption("--prompts") or FAST_PROMPTS))
     assert 0.5 < total(comparison.stats).mean_accepted < 3, "the trees must accept and reject"
 
 
