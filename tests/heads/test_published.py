@@ -130,13 +130,23 @@ def test_loads_bit_equal_and_says_what_it_must(row, tmp_path, warned):
     assert draft.t2d.nonzero().flatten().equal(ids.sort().values)
 
 
+CALL = {
+    "inputs": prompt(9, seed=3),
+    "attention_mask": torch.ones(1, 9, dtype=torch.int64),
+    "max_new_tokens": 24,
+    "do_sample": False,
+}
+
+
+@pytest.fixture(scope="module")
+def own_text(target) -> list[list[int]]:
+    return target.generate(**CALL).tolist()
+
+
 @every_row
-def test_text_with_it_is_the_targets_own(row, tmp_path, target):
+def test_text_with_it_is_the_targets_own(row, tmp_path, target, own_text):
     draft = load(tiny_folder(row, tmp_path))
-    ids = prompt(9, seed=3)
-    settings = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    plain = target.generate(ids, **settings)
-    assert target.generate(ids, **settings, assistant_model=draft).tolist() == plain.tolist()
+    assert target.generate(**CALL, assistant_model=draft).tolist() == own_text
     assert draft.config.target_layer_ids == (row.bound_ids or row.tiny_ids or INDICES)
     assert draft.stats.rounds > 0
 
