@@ -95,6 +95,12 @@ def head_for(target, implementation: str = "sdpa", **overrides) -> Eagle3DraftMo
     return draft.bind(target)
 
 
+def test_learning_needs_what_the_target_says(target):
+    draft, ids = head_for(target), torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match="pass teacher_logits and teacher_in_vocab too"):
+        draft(ids, features_of(target, draft, ids), labels=ids)
+
+
 @torch.no_grad()
 def features_of(target, draft, ids: torch.Tensor) -> torch.Tensor:
     with FeatureReader(target, draft.config.target_layer_ids) as reader:
@@ -411,7 +417,8 @@ def test_the_whole_share_samples_nothing(target, monkeypatch):
     draft, ids = head_for(target), prompt(8)
     monkeypatch.setattr(Supervision, "sample_positions", None)  # would raise when called
     features = features_of(target, draft, ids)
-    draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), TTTSettings(num_steps=3))
+    settings = TTTSettings(num_steps=3)
+    assert len(draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), settings)) == 3
 
 
 # ----- the cache between rounds -------------------------------------------------------------------------------------
