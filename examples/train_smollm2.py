@@ -13,12 +13,17 @@ import torch
 from demo_target import TARGET_ID, demo_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
-from eagle3_hf.training.data.encoding import prepare_dataset
-from eagle3_hf.training.datagen.synthesis import synthesize
-from eagle3_hf.training.resume import last_whole_checkpoint
-from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
-from eagle3_hf.utils.devices import own_device
+from eagle3_hf import (
+    Eagle3DraftModel,
+    Eagle3Trainer,
+    Eagle3TrainingArguments,
+    StoredFeatures,
+    last_whole_checkpoint,
+    own_device,
+    prepare_dataset,
+    synthesize,
+    write_features,
+)
 
 
 def parse_arguments() -> argparse.Namespace:

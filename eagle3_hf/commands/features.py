@@ -99,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _layer_ids(arguments: argparse.Namespace) -> list[int]:
     from transformers import AutoConfig
 
-    from ..model.features import default_layer_ids, num_blocks
+    from ..model.target_check import default_layer_ids
+    from ..model.target_modules import num_blocks
 
     text = AutoConfig.from_pretrained(arguments.model).get_text_config()
     return sorted(arguments.layer_ids) if arguments.layer_ids else default_layer_ids(num_blocks(text))

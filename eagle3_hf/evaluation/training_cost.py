@@ -166,7 +166,7 @@ class Steps:
     def __post_init__(self) -> None:
         self.target.eval().requires_grad_(False)
         self.device = self.draft.device
-        self.teacher = Teacher(self.target, self.draft.config.target_layer_ids, self.draft.draft_vocab_ids())
+        self.teacher = Teacher(self.target, self.draft.config.captured_layer_ids, self.draft.draft_vocab_ids())
 
     def batch(self, length: int, document: int | None = None) -> Batch:
         made = made_up_batch(length, document or length, int(self.target.config.get_text_config().vocab_size))

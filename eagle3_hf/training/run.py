@@ -9,8 +9,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 from ..model.configuration_eagle3 import Eagle3DraftConfig
-from ..model.features import target_vocab_size
 from ..model.modeling_eagle3 import Eagle3DraftModel
+from ..model.target_modules import target_vocab_size
 from ..ttt.loss import IGNORE_INDEX
 from ..utils.devices import place_in_words
 from ..utils.logging import get_logger

@@ -17,9 +17,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from ..export.card import write_card
-from ..model.features import require_own_tokens
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..model.offload import require_resident
+from ..model.target_modules import require_own_tokens
 from ..ttt.loss import IGNORE_INDEX
 from ..ttt.settings import TTTSettings
 from ..utils.logging import get_logger

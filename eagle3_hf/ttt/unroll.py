@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..model.features import Borrowed
+from ..model.borrowed import Borrowed
 from .attention import TTTAttention
 from .loss import StepLoss, Supervision, step_loss
 from .settings import TTTSettings

@@ -19,7 +19,8 @@ from eagle3_hf.decoding.target.capability import VerifyMode, known_capability
 from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.custom_code import custom_code
 from eagle3_hf.decoding.target.hook_memory import Memory
-from eagle3_hf.model.features import FeatureReader, decoder_blocks
+from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.model.target_modules import decoder_blocks
 from support.drafts import MODES, assert_same_as_plain, new_draft, padded, set_tree
 from support.families import prompt, tiny
 from support.families.others import tiny_or_skip

@@ -11,7 +11,7 @@ from torch import nn
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from eagle3_hf.export import export_head
-from eagle3_hf.model.offload import home_of, is_offloaded
+from eagle3_hf.model.offload import device_of_head, is_offloaded
 from support.drafts import assert_same, new_draft, observe, padded, set_tree, target_of
 from support.families import prompt
 
@@ -85,7 +85,7 @@ def test_every_device_map(name, load, folder, target):
         with pytest.raises(ValueError, match=r"has no weights: fc\.weight is on the meta device"):
             target.generate(prompt(5), max_new_tokens=4, assistant_model=offloaded)
         return
-    assert home_of(offloaded) == CPU
+    assert device_of_head(offloaded) == CPU
     assert_drafts_like(offloaded, resident, target)
 
 
@@ -229,4 +229,4 @@ def test_parts_on_several_devices_are_named():
     parts = nn.ModuleDict({"fc": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2, device="meta")})
     parts["lm_head"]._hf_hook = Hook()
     with pytest.raises(ValueError, match=r"several devices \(fc\.weight on cpu, lm_head\.weight on cuda:0\)"):
-        home_of(parts)
+        device_of_head(parts)

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from eagle3_hf.model.features import call_at_home, compute_dtype
+from eagle3_hf.model.borrowed import call_on_module_device, compute_dtype
 from support.drafts import assert_same, new_draft, observe, padded, set_tree, target_of
 from support.families import prompt, tiny
 from support.losslessness import Comparison
@@ -126,7 +126,7 @@ def test_eight_bit_floats_are_storage_too():
         def forward(self, inputs):
             return inputs @ self.weight.to(inputs.dtype)
 
-    found = call_at_home(Float8(), torch.bfloat16)(torch.randn(2, 4))
+    found = call_on_module_device(Float8(), torch.bfloat16)(torch.randn(2, 4))
     assert found.dtype == torch.bfloat16
     assert compute_dtype(nn.Sequential(Float8(), nn.LayerNorm(4))) == torch.float32
 

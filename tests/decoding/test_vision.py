@@ -5,7 +5,8 @@ import torch
 
 from eagle3_hf import Eagle3Candidate
 from eagle3_hf.decoding.draft.inputs import DraftInputs
-from eagle3_hf.model.features import FeatureReader, media_token_ids
+from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.model.target_modules import media_token_ids
 from support.drafts import assert_same_as_plain, new_draft, set_tree
 from support.families.others import IS_OLD
 from support.families.vision import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, image_prompt, tiny_vision

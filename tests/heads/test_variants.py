@@ -14,7 +14,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.attention import CachedAttention
-from eagle3_hf.model.features import FeatureReader, text_backbone
+from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.model.target_modules import text_backbone
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
 from eagle3_hf.ttt.loss import IGNORE_INDEX
 from support.drafts import assert_same_as_plain, new_draft, set_tree, target_of

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 from tqdm.auto import tqdm
 
-from ...model.features import FeatureReader, target_vocab_size
+from ...model.features import FeatureReader
+from ...model.target_modules import target_vocab_size
 from ...ttt.loss import IGNORE_INDEX
 from .output_layer import OutputLayer
 from .stored_features import FP8, SCALES, StoredFeatures, check_first_choices, is_whole, shard_path, to_fp8

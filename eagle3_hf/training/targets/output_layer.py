@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from ...model.features import call_at_home, compute_dtype
+from ...model.borrowed import call_on_module_device, compute_dtype
 
 
 _LOGITS = 2**24  # logits over the whole vocabulary that exist at a time
@@ -93,7 +93,7 @@ class OutputLayer:
 
     def choices(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's first choices (n,) from inputs (n, Ht) of its output layer."""
-        layer = call_at_home(self.layer, compute_dtype(self.target))
+        layer = call_on_module_device(self.layer, compute_dtype(self.target))
         return torch.cat([layer(rows)[..., : self._width].max(-1).indices for rows in self._some_rows(hidden)])
 
     def _some_rows(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -114,7 +114,7 @@ class OutputLayer:
     def _draft_columns(self, hidden: torch.Tensor) -> torch.Tensor:
         """Raw logits (n, D); the draft's rows alone of a plain layer, anything else (quantised, adapted) is called."""
         if self._plain_rows is None:
-            return self._columns(hidden, call_at_home(self.layer, compute_dtype(self.target)))[0]
+            return self._columns(hidden, call_on_module_device(self.layer, compute_dtype(self.target)))[0]
         weight, bias = self._plain_rows
         return nn.functional.linear(hidden.to(weight), weight, bias).to(hidden.device)
 

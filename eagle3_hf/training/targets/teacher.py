@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...model.features import FeatureReader, num_target_layers
+from ...model.features import FeatureReader
+from ...model.target_modules import num_target_layers
 from ...ttt.loss import supervised_mask
 from ...utils.logging import get_logger
 from .output_layer import OutputLayer
