@@ -17,6 +17,7 @@ from eagle3_hf.cli import main
 from eagle3_hf.commands.errors import in_words
 from eagle3_hf.commands.hub import stay_offline_where_unreachable
 from eagle3_hf.commands.placement import device
+from eagle3_hf.training.datagen.errors import ServerError
 from eagle3_hf.utils.devices import own_device
 from support.chats import chat_tokenizer, tiny_target
 
@@ -271,6 +272,7 @@ def test_options_may_be_spelt_with_underscores_and_dtypes_short(model_folder, tm
             OSError("We couldn't connect to 'https://x' to load the files.\nCheck."),
             "^no/where is no folder or file here",
         ),
+        (ServerError("http://x/v1 gave no answer: Name or service not known"), "^http://x/v1 gave no answer: Name"),
         (KeyError("rope"), "^unexpected KeyError: rope .eagle3-hf --traceback COMMAND ... shows where.$"),
         (KeyError("a metric is not there"), "^unexpected KeyError: a metric is not there "),
         (AssertionError(), "^unexpected AssertionError: "),
