@@ -8,8 +8,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .encoding import add_encoding, encoding_options
 from .help import Defaults, say_next
-from .values import amount, count, json_object, place
+from .values import amount, count, place
 
 
 if TYPE_CHECKING:
@@ -32,12 +33,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--num-chats", type=count, default=2, help="chats to show")
     parser.add_argument("--first", type=amount, default=0, help="number of the first chat to show")
     parser.add_argument("--empty", action="store_true", help="show chats with nothing to learn")
-    parser.add_argument("--max-length", type=count, default=2048, help="tokens kept of each chat")
-    parser.add_argument("--last-turn-only", action="store_true", help="learn from the last answer of a chat only")
-    parser.add_argument("--mask-reasoning", action="store_true", help="do not learn thoughts")
-    parser.add_argument(
-        "--template-kwargs", type=json_object, help='JSON for the template: {"enable_thinking": false}'
-    )
+    add_encoding(parser)
     parser.set_defaults(run=run, resumes=False)
 
 
@@ -48,14 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..training.data.sources import load_chats
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    encoded = encode_dataset(
-        load_chats(arguments.data, split=arguments.split),
-        tokenizer,
-        max_length=arguments.max_length,
-        template_kwargs=arguments.template_kwargs,
-        last_turn_only=arguments.last_turn_only,
-        mask_reasoning=arguments.mask_reasoning,
-    )
+    chats = load_chats(arguments.data, split=arguments.split)
+    encoded = encode_dataset(chats, tokenizer, encoding_options(arguments))
     numbers = _numbers(encoded, arguments)
     if not numbers and not arguments.empty:
         raise ValueError(f"there is no chat {arguments.first}: {arguments.data} has {len(encoded)}, the first is 0")

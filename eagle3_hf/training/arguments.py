@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from ..model.configuration_eagle3 import FIELDS
 from ..ttt.settings import ATTENTIONS, LOSS_TYPES, TTTSettings
 from ..utils.logging import get_logger
+from .data.options import EncodingOptions
 
 
 logger = get_logger(__name__)
@@ -170,6 +171,18 @@ class Eagle3TrainingArguments(TrainingArguments):
             return
         self.learning_rate = self._derived_rate = learning_rate_for(width)
         logger.info(f"learning_rate is {self.learning_rate:g}, the default for heads of width {width}")
+
+    def encoding_options(self) -> EncodingOptions:
+        """How chats are encoded and packed, as one object."""
+        return EncodingOptions(
+            max_length=self.max_length,
+            template_kwargs=self.chat_template_kwargs,  # any JSON was read by __post_init__
+            last_turn_only=self.last_turn_only,
+            mask_reasoning=self.mask_reasoning,
+            num_proc=self.dataset_num_proc,
+            packing=self.packing,
+            seed=self.seed if self.data_seed is None else self.data_seed,
+        )
 
     def ttt_settings(self, training: bool = True) -> TTTSettings:
         """What the draft's forward is told; evaluation runs on every row.

@@ -94,7 +94,8 @@ class Eagle3Trainer(Trainer):
         settle_tokenizer(draft, tokenizer)
         with args.main_process_first(desc="preparing the data"):  # the others find its cache
             train_dataset, eval_dataset = (
-                prepare(dataset, draft, target_model, tokenizer, args) for dataset in (train_dataset, eval_dataset)
+                prepare(dataset, draft, target_model, tokenizer, args.encoding_options())
+                for dataset in (train_dataset, eval_dataset)
             )
         self.vocab_coverage = settle_vocabulary(draft, target_model, train_dataset, tokenizer, args.vocab_cache)
         if args.freeze_embeddings and draft.config.own_embeddings:
@@ -255,7 +256,7 @@ class Eagle3Trainer(Trainer):
     def _prepared(self, dataset):
         tokenizer = as_tokenizer(self.processing_class) if self.processing_class is not None else None
         with self.args.main_process_first(desc="preparing the data"):
-            return prepare(dataset, self.draft, self.target_model, tokenizer, self.args)
+            return prepare(dataset, self.draft, self.target_model, tokenizer, self.args.encoding_options())
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         # The metrics are sums kept by compute_loss; gathering logits of every row would only fill memory.

@@ -24,8 +24,8 @@ def reply(content, finish_reason="stop", **message):
 def chat_server(answer, models=("tiny",)):
     """Yields the address, and the list of all requests: (path, headers, body); names of headers in either case.
 
-    `answer(body)` returns the reply to a chat request, or raises a `Fault`; `models` are the names that the server lists,
-    or a `Fault`.
+    `answer(body)` returns the reply to a chat request, or raises a `Fault`; `models` are the names that the server
+    lists, or a `Fault`.
     """
     requests = []
 

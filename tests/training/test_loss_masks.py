@@ -14,6 +14,7 @@ from eagle3_hf.training.data.encoding import (
     special_token_ids,
 )
 from eagle3_hf.training.data.loss_masks import encode_chat
+from eagle3_hf.training.data.options import EncodingOptions
 from eagle3_hf.training.data.sources import load_chats
 from eagle3_hf.ttt.loss import IGNORE_INDEX
 from support.real_templates import SPECIALS, TEMPLATES, real_tokenizer
@@ -132,7 +133,7 @@ def test_masked_thoughts_are_counted(caplog):
     answer = {"role": "assistant", "content": "Four.", "reasoning_content": THOUGHTS}
     chats = load_chats([{"messages": [USER, answer]}, {"messages": CHAT}])
     options = {"max_length": None, "mask_reasoning": True}
-    summary = MaskSummary.of(encode_dataset(chats, tokenizer, **options), None)
+    summary = MaskSummary.of(encode_dataset(chats, tokenizer, EncodingOptions(**options)), None)
     raw = tokenizer(RAW["qwen3"].format(thoughts=THOUGHTS, text=""), add_special_tokens=False)["input_ids"]
     assert 0 <= len(raw) - 2 - summary.hidden <= 2  # all but the first token, the end, and the blank line
     assert "tokens of thoughts masked" in str(summary)

@@ -16,6 +16,7 @@ from eagle3_hf.training.data import records, sources
 from eagle3_hf.training.data.dropped_chats import OddChatError
 from eagle3_hf.training.data.encoding import dropped_chats, encode_chat, encode_dataset, prepare_dataset
 from eagle3_hf.training.data.formats import read_example
+from eagle3_hf.training.data.options import EncodingOptions
 from eagle3_hf.training.data.sources import load_chats
 from eagle3_hf.training.datagen.local_writer import WritingSettings
 from eagle3_hf.training.datagen.regeneration import Regeneration
@@ -423,7 +424,7 @@ def encoded_alone(tokenizer, chat):
 
 
 def assert_reads(path, tokenizer, chats, dropped):
-    encoded = encode_dataset(load_chats(path), tokenizer, max_length=None)
+    encoded = encode_dataset(load_chats(path), tokenizer, EncodingOptions())
     assert dropped_chats(encoded, tokenizer).counts == dropped
     assert len(encoded) == len(chats) + sum(dropped.values())
     kept = [{name: row[name] for name in ("input_ids", "labels")} for row in encoded if row["targets"]]

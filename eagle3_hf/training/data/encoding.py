@@ -21,6 +21,7 @@ from .dropped_chats import DroppedChats, OddChatError
 from .formats import Example, read_example, recognise
 from .loss_masks import Encoded, encode_example, render_mask
 from .loss_masks import encode_chat as encode_chat
+from .options import EncodingOptions
 from .sources import Source, load_chats
 from .turns import learnt
 
@@ -120,59 +121,61 @@ def prepare_dataset(
     Raises:
         ValueError: unknown columns, or too many rows have nothing to learn; shows one of them with its mask.
     """
+    options = EncodingOptions(
+        max_length=max_length,
+        template_kwargs=template_kwargs,
+        last_turn_only=last_turn_only,
+        mask_reasoning=mask_reasoning,
+        num_proc=num_proc,
+    )
+    return prepare_chats(load_chats(chats, split=split), tokenizer, options, max_empty_share)
+
+
+def prepare_chats(
+    chats: Dataset, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, max_empty_share: float = 0.5
+) -> Dataset:
+    """Do what `prepare_dataset` does, for chats that are loaded already and with its options in one object."""
     tokenizer = as_tokenizer(tokenizer)
-    chats = load_chats(chats, split=split)
-    options = {"max_length": max_length, "last_turn_only": last_turn_only, "mask_reasoning": mask_reasoning}
-    encoded = encode_dataset(chats, tokenizer, num_proc=num_proc, template_kwargs=template_kwargs, **options)
-    summary = MaskSummary.of(encoded, max_length)
+    encoded = encode_dataset(chats, tokenizer, options)
+    summary = MaskSummary.of(encoded, options.max_length)
     logger.info("Training data: %s.", summary)
     if summary.empty:
-        _report_empty(dropped_chats(encoded, tokenizer), summary, max_length, max_empty_share)
+        _report_empty(dropped_chats(encoded, tokenizer), summary, options.max_length, max_empty_share)
     if summary.cut:
-        logger.warning("%d of %d chats are longer than max_length (%s); cut.", summary.cut, summary.chats, max_length)
-    if mask_reasoning and not summary.hidden:
+        logger.warning(
+            "%d of %d chats are longer than max_length (%s); cut.", summary.cut, summary.chats, options.max_length
+        )
+    if options.mask_reasoning and not summary.hidden:
         logger.warning("mask_reasoning found no thoughts in %d chats: are they in the data at all?", summary.chats)
     kept = np.flatnonzero(np.asarray(encoded["targets"]))
-    rows = encoded if len(kept) == len(encoded) else encoded.select(kept)
-    return rows.remove_columns(list(_NOTES))
+    examples = encoded if len(kept) == len(encoded) else encoded.select(kept)
+    return examples.remove_columns(list(_NOTES))
 
 
-def encode_dataset(
-    chats: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int | None,
-    num_proc: int | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    last_turn_only: bool = False,
-    mask_reasoning: bool = False,
-) -> Dataset:
-    """Every row encoded, the empty ones too: `input_ids`, `labels`, and notes.
+def encode_dataset(chats: Dataset, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> Dataset:
+    """Encode every chat, also those with nothing to learn, to `input_ids`, `labels`, and notes.
 
-    The notes are `reason` (why there is nothing to learn in a row, else empty), `problem` (what exactly, where the row
-    could not be encoded), `length` (tokens before cutting), `targets` and `hidden`. A row that cannot be encoded is
-    empty; only rows that are tokens already raise. `DroppedChats` of the reasons: `dropped_chats`.
+    The notes are `reason` (why a chat has nothing to learn, else empty), `problem` (what exactly, where it could not
+    be encoded), `length` (tokens before cutting), `targets` and `hidden`. A chat that cannot be encoded becomes an
+    empty example; only examples that are tokens already raise. `dropped_chats` counts the reasons.
     """
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length is {max_length}; it must be at least 1, or None for no limit")
     tokenizer = as_tokenizer(tokenizer)
     shapes = recognise(chats.column_names)
-    if not shapes & {"turns", "questions"} and (last_turn_only or mask_reasoning):
-        asked = "last_turn_only" if last_turn_only else "mask_reasoning"
+    if not shapes & {"turns", "questions"} and any(options.choice):
+        asked = "last_turn_only" if options.last_turn_only else "mask_reasoning"
         (shape,) = shapes
         raise ValueError(f"{asked} needs turns, but these rows are {shape}: pass chats, or mask the labels yourself")
-    kwargs: dict[str, Any] = {"max_length": max_length, "encoding": ENCODING}
+    kwargs: dict[str, Any] = {"options": options.of_a_chat(), "encoding": ENCODING}
     encode: Any = _take_tokens
     if "tokens" not in shapes:
-        template = ChatTemplate(tokenizer, template_kwargs) if tokenizer.chat_template else None
+        template = ChatTemplate(tokenizer, options.template_kwargs) if tokenizer.chat_template else None
         _check_template(template, shapes)
-        encode = _encode_row
+        encode = _encode_chat
         kwargs |= {"tokenizer": tokenizer, "template": template}
-        kwargs |= {"last_turn_only": last_turn_only, "mask_reasoning": mask_reasoning}
     encoded = chats.map(
-        encode, fn_kwargs=kwargs, remove_columns=chats.column_names, num_proc=num_proc, desc="Encoding chats"
+        encode, fn_kwargs=kwargs, remove_columns=chats.column_names, num_proc=options.num_proc, desc="Encoding chats"
     )
-    if "tokens" in shapes and MaskSummary.of(encoded, max_length).targets_everywhere:
+    if "tokens" in shapes and MaskSummary.of(encoded, options.max_length).targets_everywhere:
         logger.warning("Every token of every row is to be learnt: do the labels leave out the prompts (-100)?")
     return encoded
 
@@ -185,24 +188,22 @@ def _check_template(template: ChatTemplate | None, shapes: frozenset[str]) -> No
         logger.warning("The chat template writes no end-of-turn token: the head cannot learn where answers end.")
 
 
-def _encode_row(
+def _encode_chat(
     row: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     template: ChatTemplate | None,
-    max_length: int | None,
-    last_turn_only: bool,
-    mask_reasoning: bool,
+    options: EncodingOptions,
     encoding: int,
 ) -> dict[str, Any]:
     try:
         example = read_example(row)
-        encoded = encode_example(tokenizer, template, example, last_turn_only, mask_reasoning)
+        encoded = encode_example(tokenizer, template, example, options)
     except (ValueError, RecursionError) as error:
         # One odd chat among many must not end the run; that it was dropped, and why, is reported.
         odd = error if isinstance(error, OddChatError) else OddChatError("it cannot be encoded", str(error))
         return _noted([], [], None, reason=odd.reason, problem=str(odd))
-    noted = _noted(encoded.input_ids, encoded.labels, max_length, hidden=encoded.hidden)
-    return noted if noted["targets"] else {**noted, "reason": _why_empty(example, encoded, max_length)}
+    noted = _noted(encoded.input_ids, encoded.labels, options.max_length, hidden=encoded.hidden)
+    return noted if noted["targets"] else {**noted, "reason": _why_empty(example, encoded, options.max_length)}
 
 
 def _why_empty(example: Example, encoded: Encoded, max_length: int | None) -> str:
@@ -223,7 +224,7 @@ def _why_empty(example: Example, encoded: Encoded, max_length: int | None) -> st
     return "answers of one token without an end, or rewritten by the chat template"
 
 
-def _take_tokens(row: Mapping[str, Any], max_length: int | None, encoding: int) -> dict[str, Any]:
+def _take_tokens(row: Mapping[str, Any], options: EncodingOptions, encoding: int) -> dict[str, Any]:
     ids, labels = row["input_ids"], row["labels"]
     if ids is None or labels is None:
         raise ValueError(f"a row has no {'input_ids' if ids is None else 'labels'}, but other rows are tokens")
@@ -232,7 +233,7 @@ def _take_tokens(row: Mapping[str, Any], max_length: int | None, encoding: int) 
     for j, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORE_INDEX, token):
             raise ValueError(f"labels[{j}] is {label}, but input_ids[{j}] is {token}; labels are not to be shifted")
-    noted = _noted(ids, labels, max_length)
+    noted = _noted(ids, labels, options.max_length)
     return noted if noted["targets"] else {**noted, "reason": "no label but -100 from the third on"}
 
 

@@ -22,6 +22,7 @@ from ...ttt.loss import IGNORE_INDEX
 from .chat_template import ChatTemplate, Message
 from .dropped_chats import OddChatError
 from .formats import Example
+from .options import EncodingOptions
 from .turns import learnt
 
 
@@ -72,21 +73,16 @@ def encode_chat(
     Raises:
         ValueError: `max_length` below 1, no chat template, or messages that the template refuses.
     """
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length is {max_length}; it must be at least 1, or None for no limit")
+    options = EncodingOptions(max_length, template_kwargs, last_turn_only, mask_reasoning)
     template = tokenizer if isinstance(tokenizer, ChatTemplate) else ChatTemplate(tokenizer, template_kwargs)
-    encoded = encode_messages(template, messages, finished, last_turn_only, mask_reasoning)
+    encoded = encode_messages(template, messages, finished, options)
     return {"input_ids": encoded.input_ids[:max_length], "labels": encoded.labels[:max_length]}
 
 
 def encode_messages(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    finished: bool = True,
-    last_turn_only: bool = False,
-    mask_reasoning: bool = False,
+    template: ChatTemplate, messages: Sequence[Message], finished: bool, options: EncodingOptions
 ) -> Encoded:
-    """`encode_chat` for one template and many chats, uncut."""
+    """Do what `encode_chat` does, for a template that serves many chats, and without cutting."""
     messages = [template.with_thoughts(_without_nulls(message)) for message in messages]
     # An answer without anything before it has no prompt, hence nothing that serving could repeat.
     given = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and i > 0]
@@ -96,13 +92,13 @@ def encode_messages(
         return Encoded(ids, [IGNORE_INDEX] * len(ids))
     turns = [
         template.turn(messages[: i + 1], finished or i != given[-1])
-        for i in (answers[-1:] if last_turn_only else answers)
+        for i in (answers[-1:] if options.last_turn_only else answers)
     ]
     input_ids = turns[-1][0] + turns[-1][1]
     encoded = Encoded(input_ids, [IGNORE_INDEX] * len(input_ids))
     for prompt, answer in turns:
         end = _common_prefix(input_ids, prompt + answer)
-        thoughts = set(_thoughts(template, prompt, answer)) if mask_reasoning else set()
+        thoughts = set(_thoughts(template, prompt, answer)) if options.mask_reasoning else set()
         for j in range(len(prompt) + 1, end):
             if j - len(prompt) in thoughts:
                 encoded.hidden += 1
@@ -128,13 +124,9 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str, fini
 
 
 def encode_example(
-    tokenizer: PreTrainedTokenizerBase,
-    template: ChatTemplate | None,
-    example: Example,
-    last_turn_only: bool = False,
-    mask_reasoning: bool = False,
+    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None, example: Example, options: EncodingOptions
 ) -> Encoded:
-    """An example of any shape; `template` is None where the tokenizer has none.
+    """Encode an example of any shape, uncut; `template` is None where the tokenizer has none.
 
     A `prompt` and `completion` that are texts are a question and its answer where the target has a chat template, for
     that is how it is served; unless the prompt holds special tokens, and thus is rendered already.
@@ -142,15 +134,13 @@ def encode_example(
     messages = example.messages
     if example.prompt and template is not None and not template.has_special(example.prompt):
         messages = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
-    if not messages and (last_turn_only or mask_reasoning) and example.text:
+    if not messages and any(options.choice) and example.text:
         raise OddChatError("text that is rendered already has no turns for last_turn_only or mask_reasoning to tell")
     if not messages:
         return encode_text(tokenizer, example.prompt, example.text, example.finished)
     if template is None:
         raise OddChatError("turns, and the tokenizer has no chat template; set `tokenizer.chat_template`")
-    return encode_messages(
-        template.with_tools(example.tools), messages, example.finished, last_turn_only, mask_reasoning
-    )
+    return encode_messages(template.with_tools(example.tools), messages, example.finished, options)
 
 
 def _serve_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -11,11 +11,12 @@ from ...model.modeling_eagle3 import Eagle3DraftModel
 from ...model.vocab import record_tokenizer
 from ...model.warm_start import special_ids
 from ...ttt.loss import IGNORE_INDEX
-from ..arguments import Eagle3TrainingArguments
 from ..targets.stored_features import StoredFeatures
 from .draft_vocab import cached_draft_vocab, report_coverage
-from .encoding import prepare_dataset, special_token_ids
+from .encoding import prepare_chats, special_token_ids
+from .options import EncodingOptions
 from .packing import PackedDataset, only_labels
+from .sources import load_chats
 
 
 # Chats that were encoded here, by what was chosen among their turns: prepared again, they are as they were.
@@ -36,8 +37,8 @@ def settle_tokenizer(draft: Eagle3DraftModel, tokenizer) -> None:
         record_tokenizer(draft.config, tokenizer)
 
 
-def prepare(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, args: Eagle3TrainingArguments):
-    """Chats become rows of ids and labels; rows and stored features are checked; with `args.packing` all are packed.
+def prepare(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, options: EncodingOptions):
+    """Encode chats, check examples and stored features, and with `options.packing` pack all of them.
 
     What it returns may be prepared again, which changes nothing.
 
@@ -47,18 +48,18 @@ def prepare(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer
     if dataset is None:
         return None
     if isinstance(dataset, Mapping):  # Trainer takes several evaluation sets by name
-        return {name: prepare(part, draft, target, tokenizer, args) for name, part in dataset.items()}
-    rows = _rows(dataset, draft, target, tokenizer, args)
-    if not args.packing or isinstance(rows, PackedDataset) or not hasattr(rows, "__len__"):
-        return rows  # a stream is packed by the collator
-    return PackedDataset(rows, args.max_length, seed=args.data_seed if args.data_seed is not None else args.seed)
+        return {name: prepare(part, draft, target, tokenizer, options) for name, part in dataset.items()}
+    examples = _examples(dataset, draft, target, tokenizer, options)
+    if not options.packing or isinstance(examples, PackedDataset) or not hasattr(examples, "__len__"):
+        return examples  # a stream is packed by the collator
+    assert options.max_length is not None
+    return PackedDataset(examples, options.max_length, seed=options.seed)
 
 
-def _rows(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, args: Eagle3TrainingArguments):
+def _examples(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, options: EncodingOptions):
     if isinstance(dataset, PackedDataset):
-        _rows(dataset.dataset, draft, target, tokenizer, args)
+        _examples(dataset.dataset, draft, target, tokenizer, options)
         return dataset
-    choice = args.last_turn_only, args.mask_reasoning
     if isinstance(dataset, StoredFeatures):
         dataset.check(target, draft.config.target_layer_ids)
     else:
@@ -66,22 +67,14 @@ def _rows(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, 
         if "input_ids" not in columns:
             if tokenizer is None:
                 raise ValueError("chats need a tokenizer to become tokens: pass processing_class=tokenizer")
-            rows = prepare_dataset(
-                dataset,
-                tokenizer,
-                max_length=args.max_length,
-                num_proc=args.dataset_num_proc,
-                template_kwargs=args.chat_template_kwargs,
-                last_turn_only=args.last_turn_only,
-                mask_reasoning=args.mask_reasoning,
-            )
-            _encoded[rows] = choice
-            return rows
-        if not isinstance(dataset, list) and _encoded.get(dataset) == choice:
+            encoded = prepare_chats(load_chats(dataset), tokenizer, options)
+            _encoded[encoded] = options.choice
+            return encoded
+        if not isinstance(dataset, list) and _encoded.get(dataset) == options.choice:
             return dataset
         if "labels" not in columns:
             raise ValueError("rows with input_ids need labels too: the token where it is to be learnt, else -100")
-    if any(choice):
+    if any(options.choice):
         raise ValueError(
             "last_turn_only and mask_reasoning choose among the turns of chats, but these rows are tokens already: "
             "set them where the chats are encoded (prepare_dataset, eagle3-hf features)"
