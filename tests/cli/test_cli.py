@@ -348,20 +348,6 @@ def test_every_report_names_device_and_dtype(model_folder, prompts, tmp_path, ca
             "--tree",
             "2/2/1",
         ],
-        ["cost", model_folder, "--length", "8", "--document", "8", "--repeats", "1", "--steps", "1"],
-        [
-            "cost",
-            "--vocab-size",
-            "300",
-            "--draft-vocab-size",
-            "90",
-            "--hidden-size",
-            "64",
-            "--lengths",
-            "8",
-            "--steps",
-            "1",
-        ],
     ]
     for call in calls:
         assert main([*call, *place]) == 0
@@ -411,7 +397,6 @@ def test_every_command_loads_its_target_where_the_options_say(options, place, mo
         ["datagen", model_folder, str(tmp_path / "o"), "--num-chats", "1"],
         ["features", model_folder, str(tmp_path / "chats.jsonl"), str(tmp_path / "store")],
         ["bench", model_folder, "random", "--round-cost"],
-        ["cost", model_folder],
     ]
     for call in calls:
         asked: list[tuple] = []
