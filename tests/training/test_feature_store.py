@@ -200,7 +200,7 @@ write(target, sys.argv[1], progress=False)
 
 KILLED = """
 import os, signal, sys
-from training.test_feature_store import store, tiny, write
+from training.test_feature_store import feature_store, tiny, write
 save = feature_store.save_file
 def torn(tensors, path):
     save(tensors, path)
@@ -235,7 +235,8 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_shard(target, tmp_path, written
 
 
 def test_killed_in_the_middle_of_a_shard(target, tmp_path, written):
-    assert run_script(KILLED, tmp_path).returncode == -9
+    done = run_script(KILLED, tmp_path)
+    assert done.returncode == -9, done.stderr
     assert list(shards(tmp_path)) == ["shard-00000.safetensors"]
     write(target, tmp_path)
     assert shards(tmp_path) == shards(written)
