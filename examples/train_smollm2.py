@@ -66,8 +66,8 @@ def main() -> None:
         model=draft,
         target_model=target,
         args=training_arguments(arguments),
-        train_dataset=StoredFeatures(features, rows=range(split)),
-        eval_dataset=StoredFeatures(features, rows=range(split, everything)),
+        train_dataset=StoredFeatures(features, indices=range(split)),
+        eval_dataset=StoredFeatures(features, indices=range(split, everything)),
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=last_whole_checkpoint(arguments.workdir / "checkpoints"))

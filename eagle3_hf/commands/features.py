@@ -31,7 +31,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--layer-ids", type=amount, nargs="+", help="hidden_states indices (default: a new head's)")
     parser.add_argument("--store-dtype", default="bfloat16", choices=["float32", "bfloat16", "float16", "fp8"])
     parser.add_argument("--batch-tokens", type=count, default=8192, help="padded tokens a forward")
-    parser.add_argument("--shard-rows", type=count, default=256, help="chats a file; what a kill can cost")
+    parser.add_argument(
+        "--shard-size", type=count, default=256, help="chats in a file; an interrupted run loses at most one file"
+    )
     parser.add_argument("--part", type=_part, help="I/N: write every N-th file from the I-th on (default: by RANK)")
     add_placement(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the size, load no weights, store nothing")
@@ -75,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.output,
         layer_ids,
         batch_tokens=arguments.batch_tokens,
-        shard_rows=arguments.shard_rows,
+        shard_size=arguments.shard_size,
         dtype=dtype,
         part=part,
         progress=not arguments.quiet,

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..training.earlier_run import MERGED
 from ..utils.devices import own_device
 from ..utils.logging import follow_transformers
 from .help import OneSpelling, say_next
@@ -97,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _say_where(output_dir: str, adapters: bool) -> Path:
     """Say what a run has left, and return the folder of its head."""
+    from ..training.resume import MERGED
+
     if not adapters:
         print(f"the head is in {output_dir}")
         return Path(output_dir)

@@ -8,19 +8,23 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
-from ..model.configuration_eagle3 import Eagle3DraftConfig
 from ..model.features import target_vocab_size
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..ttt.loss import IGNORE_INDEX
 from ..utils.devices import place_in_words
 from ..utils.logging import get_logger
 from .arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
-from .callbacks import MeasureTau, sample_prompts
+from .callbacks import MeasureTau, sample_prompts, warn_of_few_steps
 from .data.packing import PackedDataset, only_labels
 from .data.sources import load_chats
-from .earlier_run import MERGED, SHAPE, EarlierRun, find_earlier_run, refuse_to_overwrite
-from .resume import last_whole_checkpoint
-from .start import warn_of_few_steps
+from .resume import (
+    MERGED,
+    EarlierRun,
+    find_earlier_run,
+    forbid_overwriting,
+    last_whole_checkpoint,
+    require_same_head,
+)
 from .targets.stored_features import StoredFeatures
 from .trainer import Eagle3Trainer
 
@@ -89,9 +93,9 @@ def _train_and_save(
     args = trainer.args
     checkpoint = _checkpoint(args)
     if earlier is not None and checkpoint is None:
-        refuse_to_overwrite(earlier)
+        forbid_overwriting(earlier)
     if checkpoint is not None:
-        refuse_other_head(Path(checkpoint), trainer.model.config)
+        require_same_head(checkpoint, trainer.model.config)
         if trainer.is_world_process_zero():
             say(f"goes on from {checkpoint}; for a new run take another output_dir")
     result = trainer.train(checkpoint)
@@ -168,21 +172,6 @@ def make_head(model: ModelArguments, target: PreTrainedModel) -> Eagle3DraftMode
     vocab_size = target_vocab_size(target)
     size = model.draft_vocab_size if model.draft_vocab_size < vocab_size else None
     return Eagle3DraftModel.from_target(target, draft_vocab_size=size, warm_start=model.warm_start, **overrides)
-
-
-def refuse_other_head(checkpoint: Path, config: Any) -> None:
-    """Raise ValueError where a run's checkpoint is of a head of another shape than the one to train."""
-    file = checkpoint / "config.json"
-    if not file.is_file():  # adapters
-        return
-    saved = Eagle3DraftConfig.from_pretrained(checkpoint)
-    for name in SHAPE:
-        before, now = getattr(saved, name), getattr(config, name)
-        if before != now:
-            raise ValueError(
-                f"{checkpoint} is of a head with {name} {before}, and this run asks for {now}: take the options of "
-                "that run to go on with it, or another output_dir for a new one"
-            )
 
 
 def with_adapters(draft: Eagle3DraftModel, model: ModelArguments) -> Eagle3DraftModel | PeftModel:

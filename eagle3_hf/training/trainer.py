@@ -25,15 +25,13 @@ from ..ttt.settings import TTTSettings
 from ..utils.logging import get_logger
 from .adapter_card import write_adapter_card
 from .arguments import Eagle3TrainingArguments
-from .callbacks import MeasureTau
+from .callbacks import MeasureTau, NanGuard, TrainBegin
 from .data.collator import Eagle3DataCollator, check_batch
 from .data.encoding import as_tokenizer
 from .data.packing import PackedDataset, token_lengths
 from .data.prepare import pad_token_id, prepare, settle_tokenizer, settle_vocabulary
 from .metrics import StepSums, step_metrics
-from .nan_guard import FiniteWatch
 from .resume import last_whole_checkpoint, require_whole, steps_of
-from .start import AtTheStart
 from .targets.stored_features import StoredFeatures
 from .targets.teacher import Teacher
 
@@ -117,9 +115,9 @@ class Eagle3Trainer(Trainer):
         self.label_names = ["labels"]
         self._teacher = self._new_teacher()
         self._train_sums, self._eval_sums = StepSums(args.ttt_steps), StepSums(args.ttt_steps)
-        self._finite = FiniteWatch(self)
-        self.add_callback(self._finite)
-        self.add_callback(AtTheStart(self._train_sums))
+        self._nan_guard = NanGuard(self)
+        self.add_callback(self._nan_guard)
+        self.add_callback(TrainBegin(self._train_sums))
         self._last_tau: tuple[int, float] | None = None
         self._resumed_at = 0  # steps of the checkpoint that the last call of train went on from
         self._checked_batches: set[bool] = set()  # of training, and of evaluation
@@ -152,7 +150,7 @@ class Eagle3Trainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                raise ValueError(f"there is no whole checkpoint to resume from in {self.args.output_dir}")
+                raise ValueError(f"there is no complete checkpoint to resume from in {self.args.output_dir}")
         elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         if resume_from_checkpoint:
@@ -224,7 +222,7 @@ class Eagle3Trainer(Trainer):
         taught = self.draft_inputs(inputs, self.args.ttt_settings(training=model.training))
         loss, outputs = super().compute_loss(model, taught, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training:
-            self._finite.watch(loss, inputs)
+            self._nan_guard.watch(loss, inputs)
         (self._train_sums if model.training else self._eval_sums).add(outputs)
         return (loss, outputs) if return_outputs else loss
 
@@ -236,7 +234,7 @@ class Eagle3Trainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
-            self._finite.check()
+            self._nan_guard.check()
         return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # ----- evaluation and logs --------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_the_same_command_resumes(folder, tmp_path, monkeypatch):
 def test_features_and_training_from_them(folder, tmp_path, capsys, dtype):
     """The size is said first; two parts make one store; training from it equals training online, fp8 about."""
     data, store = str(folder / "chats.jsonl"), str(tmp_path / "store")
-    command = ["features", str(folder / "target"), data, store, "--store-dtype", dtype, "--shard-rows", "3", "--quiet"]
+    command = ["features", str(folder / "target"), data, store, "--store-dtype", dtype, "--shard-size", "3", "--quiet"]
     assert main([*command, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "10 chats, " in said
@@ -235,9 +235,7 @@ def test_a_dry_run_warns_of_few_steps_and_shows_the_rate_of_the_width(folder, tm
     assert main(["train", *options, "--dry_run", "--max_length", "160"]) == 0
     said = capsys.readouterr().out
     assert "3 steps of 7 levels, peak learning rate 0.001" in said
-    assert (
-        "There are only 3 steps, of 8 rows of up to 160 tokens, many chats each; a new head learns little in" in said
-    )
+    assert "There are only 3 steps, with 8 sequences of up to 160 tokens with several chats each a step; a" in said
     assert "Lower per_device_train_batch_size or max_length, raise num_train_epochs, or train on more chats." in said
 
 

@@ -51,7 +51,7 @@ def rows(tokenizer) -> Dataset:
 @pytest.fixture(scope="module")
 def stored(target, rows, tmp_path_factory) -> StoredFeatures:
     directory = tmp_path_factory.mktemp("features")
-    write_features(target, rows, directory, [0, 1, 2], dtype=torch.float32, shard_rows=3, progress=False)
+    write_features(target, rows, directory, [0, 1, 2], dtype=torch.float32, shard_size=3, progress=False)
     return StoredFeatures(directory)
 
 
@@ -99,7 +99,7 @@ def test_stores_of_fewer_bits_train_as_online_does(tokenizer, rows, tmp_path, dt
 
 
 def test_rows_held_out_of_a_store_are_for_evaluation(target, stored, tmp_path):
-    train, held = (StoredFeatures(stored.directory, rows=part) for part in (range(6), range(6, 8)))
+    train, held = (StoredFeatures(stored.directory, indices=part) for part in (range(6), range(6, 8)))
     trainer = trainer_for(target, train, tmp_path, eval_dataset=held, eval_strategy="steps", eval_steps=2)
     trainer.train()
     losses = history(trainer, "eval_loss")

@@ -205,7 +205,7 @@ def test_a_checkpoint_with_all_its_steps_is_loaded_and_left_alone(target, rows, 
 
 def test_folders_that_cannot_be_resumed_from(target, rows, tmp_path):
     trainer = trainer_for(target, rows, tmp_path, save_strategy="steps", save_steps=2, save_only_model=True)
-    with pytest.raises(ValueError, match="nowhere, which is to be resumed from, is no folder"):
+    with pytest.raises(ValueError, match="nowhere, which is to be resumed from, is not a folder"):
         trainer.train(resume_from_checkpoint=tmp_path / "nowhere")
     trainer.train()
     for resumed in (True, str(Path(tmp_path) / "out" / "checkpoint-2")):
@@ -312,7 +312,7 @@ def test_few_steps_are_warned_of_unless_they_were_asked_for(target, rows, tmp_pa
     assert "There are only" not in caplog.text
     with caplog.at_level(logging.WARNING):
         trainer_for(target, rows, tmp_path, max_steps=-1, num_train_epochs=1).train()
-    assert "There are only 2 steps, of 4 rows; a new head learns little in fewer than 500" in caplog.text
+    assert "There are only 2 steps, with 4 sequences a step; a new head learns little in fewer than 500" in caplog.text
 
 
 def test_the_default_is_to_derive_the_rate(tmp_path):

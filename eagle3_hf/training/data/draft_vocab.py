@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...model.vocab import build_draft_vocab, coverage, tokenizer_hashes
 from ...utils.logging import get_logger
+from ..targets.stored_features import StoredFeatures
 from .encoding import as_tokenizer, count_tokens
 from .packing import PackedDataset, only_labels
 
@@ -44,7 +45,7 @@ def cached_draft_vocab(
     was counted before for the same sizes; a dataset without a fingerprint (a list, say) is counted every time.
 
     Args:
-        dataset: rows with `labels`: a `datasets.Dataset`, `StoredFeatures`, `PackedDataset`, or any list.
+        dataset: examples with `labels`: a `datasets.Dataset`, `StoredFeatures`, `PackedDataset`, or any list.
         tokenizer: the target's, part of the key.
         vocab_size: V of the target.
         size: D.
@@ -78,8 +79,8 @@ def cached_draft_vocab(
 def report_coverage(dataset: Any, ids: Tensor, vocab_size: int) -> float:
     """Share of a dataset's supervised tokens in a vocabulary that a head brings along; logged, and returned.
 
-    A head that is trained further keeps its vocabulary, for its output rows mean just those tokens. Where that covers
-    little of the new data, a new head is the better start, and a warning says so.
+    A head that is trained further keeps its vocabulary, since the rows of its output matrix belong to those tokens.
+    If that covers little of the new data, a new head is the better start, and a warning says so.
     """
     covered = coverage(count_tokens(only_labels(dataset), vocab_size), ids)
     level = logging.WARNING if covered < 0.9 else logging.INFO
@@ -95,15 +96,14 @@ def report_coverage(dataset: Any, ids: Tensor, vocab_size: int) -> float:
 
 
 def dataset_fingerprint(dataset: Any) -> str | None:
-    """What changes when the dataset does, found without reading it; None where nothing is known of it."""
+    """Return what changes when the dataset does, without reading it; None where nothing is known of it."""
     if isinstance(dataset, datasets.Dataset):
         return str(dataset._fingerprint)
-    if isinstance(dataset, PackedDataset):  # what is cut off or left out depends on the row's length
+    if isinstance(dataset, PackedDataset):  # the length decides what is cut off or left out
         inner = dataset_fingerprint(dataset.dataset)
         return None if inner is None else f"{inner}/{dataset.packing_length}"
-    index, rows = getattr(dataset, "index", None), getattr(dataset, "rows", None)
-    if isinstance(index, dict) and "data" in index and isinstance(rows, range):  # StoredFeatures
-        return f"{index['data']}/{rows}"
+    if isinstance(dataset, StoredFeatures) and isinstance(dataset.indices, range):
+        return f"{dataset.index['data']}/{dataset.indices}"
     return None
 
 
