@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--ttt-steps", type=int, default=4)
-    parser.add_argument("--row-share", type=float, default=0.33)
+    parser.add_argument("--position-share", type=float, default=0.33)
     return parser.parse_args()
 
 
@@ -85,7 +85,7 @@ def training_arguments(arguments: argparse.Namespace) -> Eagle3TrainingArguments
         lr_scheduler_type="cosine",
         warmup_steps=0.04,
         ttt_steps=arguments.ttt_steps,
-        row_share=arguments.row_share,
+        position_share=arguments.position_share,
         train_sampling_strategy="group_by_length",
         bf16=True,
         use_cpu=not torch.accelerator.is_available(),

@@ -57,7 +57,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("draft_vocab_size", "max_train_samples", "tau_new_tokens", "lora_alpha"), count),
     **dict.fromkeys(("max_length", "ttt_steps", "dataset_num_proc", "gradient_accumulation_steps"), count),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), count),
-    **dict.fromkeys(("row_share", "lora_dropout", "adam_beta1", "adam_beta2"), share),
+    **dict.fromkeys(("position_share", "lora_dropout", "adam_beta1", "adam_beta2"), share),
     **dict.fromkeys(("learning_rate", "num_train_epochs", "step_decay"), positive),
     **dict.fromkeys(("feature_loss_weight", "weight_decay", "max_grad_norm", "warmup_steps"), not_negative),
 }

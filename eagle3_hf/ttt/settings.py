@@ -11,31 +11,32 @@ ATTENTIONS = ("fused", "eager")
 
 @dataclass(frozen=True)
 class TTTSettings:
-    """Settings of [`Eagle3DraftModel.forward`] with labels.
+    """Settings of [`Eagle3DraftModel.forward`] when it is called with labels.
 
     Args:
-        num_steps: Steps of training-time test; a head drafts about as deep as it was trained. 1 is plain training on
-            the target's features, as EAGLE-2 has it.
-        step_decay: Weight `decay^s` of step `s`, where `step_weights` does not say otherwise.
+        num_steps: Number of steps of training-time test; a head drafts about as deep as it was trained. 1 is plain
+            training on the target's features, as in EAGLE-2.
+        step_decay: Step `s` of the loss has the weight `decay^s`, unless `step_weights` are given.
         step_weights: A weight for each step, in place of the decay.
-        row_share: Share of the rows that the steps after the first run on, drawn anew for every batch.
+        position_share: Share of the positions that the steps after the first run on, drawn anew for every batch.
         loss_type: `"soft_cross_entropy"` (the paper's), `"kl"` (the same less the teacher's entropy: the same
             gradients, zero at the optimum) or `"acceptance"` (minus the logarithm of the chance that a token drawn
             from the head is accepted), see `ttt.loss`.
         feature_loss_weight: Weight of EAGLE-2's regression of the target's last feature, beside the loss above.
         attention: `"fused"`, or `"eager"`, its slow reference.
         checkpoint_steps: Run each step again in the backward pass, instead of keeping what it computed.
-        loss_chunk: Rows of draft logits at a time, computed again in the backward pass. `None`: all rows at once, and
-            kept, which saves the second computation and takes the most memory.
+        loss_chunk: Number of positions whose draft logits exist at a time; they are computed again in the backward
+            pass. With `None` the logits of all positions are computed at once and kept, which saves the second
+            computation and takes the most memory.
 
     Raises:
-        ValueError: a value that means nothing; the field is named.
+        ValueError: a value has no meaning; the message names the field.
     """
 
     num_steps: int = 7
     step_decay: float = 0.8
     step_weights: tuple[float, ...] | None = None
-    row_share: float = 1.0
+    position_share: float = 1.0
     loss_type: str = "soft_cross_entropy"
     feature_loss_weight: float = 0.0
     attention: str = "fused"
@@ -46,12 +47,12 @@ class TTTSettings:
         if self.step_weights is not None:
             object.__setattr__(self, "step_weights", tuple(float(weight) for weight in self.step_weights))
         self._check_steps()
-        if not 0 < self.row_share <= 1:
-            raise ValueError(f"row_share must be above 0 and at most 1, got {self.row_share}")
+        if not 0 < self.position_share <= 1:
+            raise ValueError(f"position_share must be above 0 and at most 1, got {self.position_share}")
         if not (math.isfinite(self.feature_loss_weight) and self.feature_loss_weight >= 0):
             raise ValueError(f"feature_loss_weight must be 0 or more, got {self.feature_loss_weight}")
         if self.loss_chunk is not None and self.loss_chunk < 1:
-            raise ValueError(f"loss_chunk must be at least 1 row, or None for all at once, got {self.loss_chunk}")
+            raise ValueError(f"loss_chunk must be at least 1 position, or None for all at once, got {self.loss_chunk}")
         for name, allowed in (("loss_type", LOSS_TYPES), ("attention", ATTENTIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -76,7 +77,11 @@ class TTTSettings:
         return self.step_weights or tuple(self.step_decay**step for step in range(self.num_steps))
 
     def check_fits(self, config: Any) -> None:
-        """Refuse a head (by its `Eagle3DraftConfig`) on which these settings cannot be computed."""
+        """Check that these settings can be computed for a head, by its `Eagle3DraftConfig`.
+
+        Raises:
+            ValueError: they cannot.
+        """
         if not self.feature_loss_weight:
             return
         if config.hidden_size != config.target_hidden_size:

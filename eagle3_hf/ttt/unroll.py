@@ -40,8 +40,8 @@ def training_time_test(
 ) -> list[StepLoss]:
     """Unroll the draft on its own output: features fed back and not detached, tokens teacher-forced.
 
-    With `row_share` < 1 the steps after the first run on that share of the rows, drawn at random: their rows do not
-    see one another, so each is exact, and the loss is weighted up to all rows.
+    With `position_share` < 1 the steps after the first run on that share of the positions, drawn at random: positions
+    of these steps do not see one another, so each is exact, and the loss is scaled up to all positions.
 
     Args:
         input_ids: (B, T).
@@ -51,7 +51,7 @@ def training_time_test(
     unroll = _Unroll(draft, input_ids, supervision, settings, borrowed)
     hidden, rows, losses = draft.fuse(features), unroll.all_rows(), []
     for step in range(settings.num_steps):
-        if step == 1 and settings.row_share < 1:
+        if step == 1 and settings.position_share < 1:
             rows = unroll.sampled_rows(rows)
             hidden = _take_rows(hidden, rows.rows)
         if settings.checkpoint_steps and torch.is_grad_enabled():
@@ -99,14 +99,14 @@ class _Unroll:
         return step_loss(taught, self.head, entries, self.supervision, self.settings, weights)
 
     def all_rows(self) -> _Rows:
-        given, sampled = self.supervision.position_ids, self.settings.row_share < 1
+        given, sampled = self.supervision.position_ids, self.settings.position_share < 1
         pairs = self.supervision.pairs_of_steps(self.everything, range(1 if sampled else self.settings.num_steps))
         return _Rows(self.everything, self.everything if given is None else given, pairs)
 
     def sampled_rows(self, before: _Rows) -> _Rows:
         """Only some rows from here on."""
         steps = self.settings.num_steps
-        rows = self.supervision.sample_rows(self.settings.row_share, steps)
+        rows = self.supervision.sample_rows(self.settings.position_share, steps)
         self.attend.sample(rows)
         pairs = self.supervision.pairs_of_steps(rows, range(1, steps))
         weights = self.supervision.row_weights(rows.shape[1], steps)

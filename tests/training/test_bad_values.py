@@ -268,7 +268,7 @@ TRAIN_NUMBERS = [
     "draft_vocab_size",
     "max_length",
     "ttt_steps",
-    "row_share",
+    "position_share",
     "learning_rate",
 ]
 TRAIN_NUMBERS += [

@@ -61,7 +61,7 @@ def test_measuring_leaves_training_as_it_was(target, tokenizer, rows, tmp_path):
     """Neither weights, nor losses, nor modes know of it."""
     runs = []
     for measured in (False, True):
-        options = {"eval_dataset": rows, "eval_strategy": "steps", "eval_steps": 1, "row_share": 0.5}
+        options = {"eval_dataset": rows, "eval_strategy": "steps", "eval_steps": 1, "position_share": 0.5}
         trainer = trainer_for(target, rows, tmp_path, tokenizer, **options)
         if measured:
             trainer.add_callback(measuring(tokenizer))

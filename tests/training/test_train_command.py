@@ -277,12 +277,12 @@ def test_options_and_files(folder, tmp_path):
         (None, [], "no such file; options begin with --"),
         ("", ["--head_config", "{bad"], r"head_config is '{bad', not a JSON object such as .* \(Expecting"),
         ("", ["--chat_template_kwargs", "[1]"], r"chat_template_kwargs is \[1\], not a JSON object such as"),
-        ("", ["--head_config", '{"fc_bais": true}'], "head_config: fc_bais is no field of Eagle3DraftConfig"),
-        ("", ["--lora_r", "4"], "lora_r trains adapters on a head that exists: name it with head"),
+        ("", ["--head_config", '{"fc_bais": true}'], "head_config: fc_bais is not a field of Eagle3DraftConfig"),
+        ("", ["--lora_r", "4"], "lora_r trains adapters on an existing head: name that head with head"),
         (
             "",
             ["--head", "x", "--head_config", '{"fc_bias": true}'],
-            "head_config is of a new head, and head names one",
+            "head_config describes a new head, but head names an existing one",
         ),
         ("", BEST, "metric_for_best_model is eval_tau, but nothing measures it: set tau_prompts"),
         ("", ["--held_out", "10"], r"held_out is 10, but .* has 10 chats: hold fewer out \(--held_out 1\), or name"),
@@ -310,7 +310,7 @@ def test_refusals(folder, tmp_path, capsys, lines, extra, message):
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["ttt_steps", "ttt_attention", "step_decay", "row_share"])
+@pytest.mark.parametrize("name", ["ttt_steps", "ttt_attention", "step_decay", "position_share"])
 def test_arguments_are_named_as_they_were_given(name, tmp_path):
     """Not by the names that the head's forward has for them."""
     with pytest.raises(ValueError, match=f"^{name} must be"):

@@ -122,7 +122,7 @@ def test_defaults_are_the_papers(tmp_path):
     args = Eagle3TrainingArguments(output_dir=str(tmp_path), report_to="none")
     assert (args.adam_beta1, args.adam_beta2) == (0.9, 0.95)
     assert (args.max_grad_norm, args.weight_decay) == (0.5, 0.0)
-    assert (args.ttt_steps, args.step_decay, args.row_share) == (7, 0.8, 1.0)
+    assert (args.ttt_steps, args.step_decay, args.position_share) == (7, 0.8, 1.0)
     assert "adamw" in str(args.optim).lower()
 
 
@@ -135,12 +135,12 @@ def test_the_optimizer_has_them(target, rows, tmp_path):
 
 def test_hf_argument_parser_reads_them(tmp_path):
     (args,) = HfArgumentParser(Eagle3TrainingArguments).parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--ttt_steps", "4", "--step_decay", "0.9", "--row_share", "0.33"]
+        ["--output_dir", str(tmp_path), "--ttt_steps", "4", "--step_decay", "0.9", "--position_share", "0.33"]
         + ["--max_length", "512", "--learning_rate", "1e-3", "--report_to", "none"]
         + ["--step_weights", "1", "0.7", "0.5", "0.3", "--loss_type", "kl", "--ttt_attention", "eager", "--packing"]
         + ["--checkpoint_ttt_steps", "--loss_chunk", "0", "--feature_loss_weight", "0.1", "--last_turn_only"]
     )
-    assert (args.ttt_steps, args.step_decay, args.row_share, args.max_length) == (4, 0.9, 0.33, 512)
+    assert (args.ttt_steps, args.step_decay, args.position_share, args.max_length) == (4, 0.9, 0.33, 512)
     assert (args.learning_rate, args.adam_beta2, args.remove_unused_columns) == (1e-3, 0.95, False)
     assert (args.packing, args.last_turn_only, args.mask_reasoning, args.freeze_embeddings) == (
         True,
@@ -150,7 +150,7 @@ def test_hf_argument_parser_reads_them(tmp_path):
     )
     settings = args.ttt_settings()
     assert settings == TTTSettings(4, 0.9, (1.0, 0.7, 0.5, 0.3), 0.33, "kl", 0.1, "eager", True, None)
-    assert args.ttt_settings(training=False) == replace(settings, row_share=1.0)
+    assert args.ttt_settings(training=False) == replace(settings, position_share=1.0)
 
 
 CHECKPOINTING = next(  # its name in later versions, and in earlier ones
@@ -162,8 +162,8 @@ CHECKPOINTING = next(  # its name in later versions, and in earlier ones
     ("field", "value", "message"),
     [
         ("ttt_steps", 0, "at least 1, got 0"),
-        ("row_share", 0.0, "above 0 and at most 1, got 0.0"),
-        ("row_share", 1.5, "got 1.5"),
+        ("position_share", 0.0, "above 0 and at most 1, got 0.0"),
+        ("position_share", 1.5, "got 1.5"),
         ("max_length", 2, "at least 3 .*, got 2"),
         ("loss_type", "mse", "loss_type must be one of"),
         ("step_weights", [1.0], "1 weights, but there are 3 steps"),
@@ -388,11 +388,11 @@ def test_the_best_checkpoint_can_be_chosen_by_acceptance(target, rows, tmp_path)
 # ----- interruption --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row_share", [1.0, 0.15])
+@pytest.mark.parametrize("position_share", [1.0, 0.15])
 @pytest.mark.parametrize("source", ["online", "stored"])
-def test_interrupted_and_resumed_equals_uninterrupted(target, rows, stored, tmp_path, source, row_share):
+def test_interrupted_and_resumed_equals_uninterrupted(target, rows, stored, tmp_path, source, position_share):
     """Stopped in the middle of an epoch; a new process would build everything anew, and so does this."""
-    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "row_share": row_share}
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "position_share": position_share}
     options["per_device_train_batch_size"] = 2
     data = stored if source == "stored" else rows
     whole = trainer_for(target, data, tmp_path / "whole", **options)
@@ -435,7 +435,7 @@ def test_fewer_rows_train_on_other_rows_every_batch(target, rows, tmp_path):
     """The control of the test above: with another state of the generator the losses differ."""
     runs = []
     for seed in (1, 2):
-        trainer = trainer_for(target, rows, tmp_path, row_share=0.15, max_steps=1, per_device_train_batch_size=8)
+        trainer = trainer_for(target, rows, tmp_path, position_share=0.15, max_steps=1, per_device_train_batch_size=8)
         torch.manual_seed(seed)
         batch = trainer.data_collator(list(rows))
         trainer.model.train()

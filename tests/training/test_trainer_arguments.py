@@ -272,7 +272,7 @@ def test_transformers_own_arguments_are_refused(target, tmp_path):
         ("include_for_metrics", ["inputs"], "keeps no predictions"),
         ("batch_eval_metrics", True, "keeps no predictions"),
         ("label_names", ["answer"], "a head's labels are in the column labels alone"),
-        ("length_column_name", "tokens", "lengths are read off the rows"),
+        ("length_column_name", "tokens", "lengths are read from the examples"),
     ],
 )
 def test_switches_without_effect_are_refused(tmp_path, field, value, message):

@@ -95,7 +95,7 @@ def test_lengths_beyond_the_limit_are_not_run_eagerly(peaks):
 
 def test_no_tensor_has_the_size_of_rows_by_rows():
     """Whatever the documents and rows: the largest allocation grows with the length alone."""
-    steps = steps_for(300, 64, settings=TTTSettings(num_steps=3, row_share=0.5, loss_chunk=64))
+    steps = steps_for(300, 64, settings=TTTSettings(num_steps=3, position_share=0.5, loss_chunk=64))
     sizes = []
     for length in (512, 1024):
         batch = steps.batch(length)
@@ -107,7 +107,7 @@ def test_no_tensor_has_the_size_of_rows_by_rows():
             largest = max(largest, tensor.untyped_storage().nbytes())
             return tensor
 
-        for settings in (steps.settings, replace(steps.settings, row_share=1.0)):
+        for settings in (steps.settings, replace(steps.settings, position_share=1.0)):
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 cost.our_loss(steps.draft, batch, taught, settings).backward()
         sizes.append(largest)

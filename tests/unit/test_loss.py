@@ -478,12 +478,12 @@ def test_sampled_rows_of_packed_documents_are_those_that_learn_something():
         ("step_weights", (1.0, 0.5), "step_weights has 2 weights, but there are 7 steps"),
         ("step_weights", (1.0, 0.5, 0, 0, 0, 0, -1.0), "0 or more, and not all 0"),
         ("step_weights", (0.0,) * 7, "0 or more, and not all 0"),
-        ("row_share", 0.0, "above 0 and at most 1, got 0.0"),
-        ("row_share", 1.5, "above 0 and at most 1, got 1.5"),
+        ("position_share", 0.0, "above 0 and at most 1, got 0.0"),
+        ("position_share", 1.5, "above 0 and at most 1, got 1.5"),
         ("loss_type", "mse", "loss_type must be one of soft_cross_entropy, kl, acceptance, got 'mse'"),
         ("attention", "flash", "attention must be one of fused, eager, got 'flash'"),
         ("feature_loss_weight", -1.0, "feature_loss_weight must be 0 or more, got -1.0"),
-        ("loss_chunk", 0, "loss_chunk must be at least 1 row, or None for all at once, got 0"),
+        ("loss_chunk", 0, "loss_chunk must be at least 1 position, or None for all at once, got 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused_by_name(field, value, message):
