@@ -1,6 +1,7 @@
 """The model card of adapters on a head, in place of the empty form that peft leaves in their folder."""
 
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
@@ -33,7 +34,8 @@ def write_adapter_card(folder: str, model: PeftModel, tau: float | None = None) 
 def _text(model: PeftModel, tau: float | None) -> str:
     config = model.peft_config[model.active_adapter]
     # Folders of this machine would lead nobody anywhere, and tell who reads them about it.
-    head, target = config.base_model_name_or_path, model.get_base_model().config.target_name_or_path
+    base: Any = model.get_base_model()
+    head, target = config.base_model_name_or_path, base.config.target_name_or_path
     head = head if looks_like_hub_id(head) else "HEAD"
     target = target if looks_like_hub_id(target) else "TARGET"
     metadata = ModelCardData(

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from transformers import TrainingArguments
 
@@ -67,6 +68,9 @@ class Eagle3TrainingArguments(TrainingArguments):
         dataset_num_proc: Number of processes that encode chats.
         vocab_cache: Folder that keeps counted draft vocabularies between runs.
     """
+
+    if TYPE_CHECKING:  # TrainingArguments fills it in where none was given
+        output_dir: str = ""
 
     ttt_steps: int = field(default=7, metadata={"help": "Number of steps of training-time test."})
     step_decay: float = field(default=0.8, metadata={"help": "Step s of the loss has the weight step_decay^s."})
@@ -186,7 +190,7 @@ class Eagle3TrainingArguments(TrainingArguments):
         """How chats are encoded and packed, as one object."""
         return EncodingOptions(
             max_length=self.max_length,
-            template_kwargs=self.chat_template_kwargs,  # any JSON was read by __post_init__
+            template_kwargs=_read_object("chat_template_kwargs", self.chat_template_kwargs),
             last_turn_only=self.last_turn_only,
             mask_reasoning=self.mask_reasoning,
             num_proc=self.dataset_num_proc,

@@ -58,6 +58,9 @@ class Eagle3Trainer(Trainer):
     """
 
     args: Eagle3TrainingArguments
+    model: Eagle3DraftModel | PeftModel
+    train_dataset: Any
+    eval_dataset: Any
     loss_is_scaled_for_ga = True  # divided by the global count of supervised tokens, not per micro-batch
 
     def __init__(
@@ -72,6 +75,7 @@ class Eagle3Trainer(Trainer):
         **kwargs: Any,
     ):
         _check_arguments(target_model, args, kwargs)
+        assert target_model is not None
         if isinstance(train_dataset, Mapping):
             raise ValueError(f"train_dataset has the splits {', '.join(train_dataset)}: pass one of them")
         require_own_tokens(target_model)
@@ -228,8 +232,8 @@ class Eagle3Trainer(Trainer):
 
     def _expected_columns(self) -> list[str]:
         packed = isinstance(self.train_dataset, PackedDataset)
-        rows = self.train_dataset.dataset if packed else self.train_dataset
-        stored = ["features"] if isinstance(rows, StoredFeatures) else []
+        examples = self.train_dataset.dataset if packed else self.train_dataset
+        stored = ["features"] if isinstance(examples, StoredFeatures) else []
         return ["input_ids", "labels", *stored, *(["position_ids"] if packed else [])]
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
@@ -278,6 +282,7 @@ class Eagle3Trainer(Trainer):
         losses, hits, counts = self._eval_sums.collect(self.accelerator)
         # Trainer's own mean over batches would depend on how the rows were batched.
         total = sum(weight * loss for weight, loss in zip(self.args.ttt_settings().weights, losses, strict=True))
+        assert output.metrics is not None  # Trainer has filled them
         output.metrics[f"{metric_key_prefix}_loss"] = total / max(counts[0], 1.0)
         output.metrics.update(step_metrics(hits, counts, f"{metric_key_prefix}_"))
         output.metrics.update(self._measured_tau(metric_key_prefix))

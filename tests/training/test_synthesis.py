@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle3_hf.training.data.encoding import prepare_dataset
-from eagle3_hf.training.datagen.local_writer import GreedyRows
+from eagle3_hf.training.datagen.local_writer import GreedySequences
 from eagle3_hf.training.datagen.synthesis import synthesize
 from support.chats import chat_tokenizer, tiny_target
 
@@ -144,7 +144,7 @@ def test_sampled_answers_only(target, tokenizer, tmp_path):
 
 def test_greedy_rows_leave_the_others_as_they_are():
     scores = torch.randn(3, 7)
-    out = GreedyRows(torch.tensor([True, False, True]))(torch.zeros(3, 1, dtype=torch.long), scores)
+    out = GreedySequences(torch.tensor([True, False, True]))(torch.zeros(3, 1, dtype=torch.long), scores)
     assert torch.equal(out[1], scores[1])
     for row in (0, 2):
         probs = out[row].softmax(-1)

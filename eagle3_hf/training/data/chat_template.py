@@ -153,9 +153,10 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """The template's text. ValueError with the template's own words where it refuses the messages."""
+        chat: Any = list(messages)
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation_prompt, **self.kwargs
+                chat, tokenize=False, add_generation_prompt=generation_prompt, **self.kwargs
             )
         except _REFUSALS as error:
             roles = ", ".join(str(message.get("role")) for message in messages)

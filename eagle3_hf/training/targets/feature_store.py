@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from ...model.features import FeatureReader, target_vocab_size
 from ...ttt.loss import IGNORE_INDEX
@@ -42,7 +43,7 @@ def _last_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @torch.no_grad()
 def write_features(
-    target: nn.Module,
+    target: PreTrainedModel,
     dataset,
     directory: str | os.PathLike,
     layer_ids: list[int],
@@ -120,7 +121,7 @@ def _write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
         ) from error
 
 
-def _output_layer(target: nn.Module, input_ids: torch.Tensor) -> OutputLayer:
+def _output_layer(target: PreTrainedModel, input_ids: torch.Tensor) -> OutputLayer:
     """Return the target's output layer.
 
     Raises:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import nn
 from torch.utils.data import Dataset
+from transformers import PreTrainedModel
 
 
 TOKEN_FIELDS = ("input_ids", "labels", "top1")
@@ -167,7 +167,7 @@ class StoredFeatures(Dataset):
     # ----- does the store fit ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def check(self, target: nn.Module, layer_ids: list[int]) -> None:
+    def check(self, target: PreTrainedModel, layer_ids: list[int]) -> None:
         """Check that these are features of `target` at `layer_ids`.
 
         Raises:

@@ -6,7 +6,7 @@ Online, the target runs in the training process; from stored features, only its 
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from ...model.features import FeatureReader, num_target_layers
 from ...ttt.loss import supervised_mask
@@ -30,7 +30,9 @@ class Teacher:
         last_features: Give the target's last feature too, for `feature_loss_weight`.
     """
 
-    def __init__(self, target: nn.Module, layer_ids: list[int], draft_ids: torch.Tensor, last_features: bool = False):
+    def __init__(
+        self, target: PreTrainedModel, layer_ids: list[int], draft_ids: torch.Tensor, last_features: bool = False
+    ):
         self.target, self.layer_ids, self.last_features = target, list(layer_ids), last_features
         self._last_layer = num_target_layers(target)
         self._output = OutputLayer(target, draft_ids)
