@@ -14,7 +14,7 @@ from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.cli import main
 from eagle3_hf.commands.train import parse
 from eagle3_hf.training.arguments import Eagle3TrainingArguments
-from eagle3_hf.training.run import make_head, row_prompt
+from eagle3_hf.training.run import make_head, prompt_of_example
 from eagle3_hf.training.targets.stored_features import StoredFeatures
 from eagle3_hf.training.trainer import Eagle3Trainer
 from support.chats import chat_tokenizer, tiny_target
@@ -178,7 +178,7 @@ def test_a_disk_that_fills_at_a_checkpoint(folder, tmp_path, monkeypatch, capsys
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert re.match("eagle3-hf train: the disk is full: .*No space left on device.*run the same command again", last)
     assert main(["train", train, "--tau_prompts", "0"]) == 0
-    assert f"goes on from {tmp_path / 'out' / 'checkpoint-'}" in capsys.readouterr().out
+    assert f"resumes from {tmp_path / 'out' / 'checkpoint-'}" in capsys.readouterr().out
 
 
 def test_a_head_whose_file_names_other_layers(folder, tmp_path):
@@ -223,7 +223,7 @@ def test_a_dry_run_says_what_would_be_done(folder, tmp_path, capsys):
     assert main(["train", train, "--dry_run"]) == 0
     assert not list((tmp_path / "out").glob("*.safetensors"))
     said = capsys.readouterr().out
-    assert "8 rows, 2 a step on 1 process(es), 6 steps of 3 levels, peak learning rate 0.002" in said
+    assert "8 sequences, 2 a step on 1 process(es), 6 steps of 3 levels, peak learning rate 0.002" in said
     assert "There are only" not in said
     assert "M trained; 0.00 GB with gradients and AdamW's moments" in said
 
@@ -245,13 +245,13 @@ def test_a_run_of_another_head_is_not_gone_on_with(folder, tmp_path, capsys):
     train = config(folder, tmp_path, train_data=str(folder / "chats.jsonl"), output_dir=str(out))
     short = ["--max_steps", "2", "--eval_strategy", "no", "--tau_prompts", "0"]
     assert main(["train", train, *short]) == 0
-    assert "goes on from" not in capsys.readouterr().out
+    assert "resumes from" not in capsys.readouterr().out
     assert main(["train", train, *short, "--draft_vocab_size", "150"]) == 1
     assert f"{out / 'checkpoint-2'} is of a head with draft_vocab_size 200, and this run asks for 150" in (
         capsys.readouterr().err
     )
     assert main(["train", train, *short, "--max_steps", "3"]) == 0
-    assert f"goes on from {out / 'checkpoint-2'}; for a new run take another output_dir" in capsys.readouterr().out
+    assert f"resumes from {out / 'checkpoint-2'}; for a new run take another output_dir" in capsys.readouterr().out
 
 
 # ----- what is refused -----------------------------------------------------------------------------------------------
@@ -384,5 +384,5 @@ def test_the_prompt_of_a_row():
     ids = list(range(10, 22))
     labels = [-100] * 4 + [14, 15] + [-100] * 3 + [19, 20, 21]
     # The answer begins at 18: its first token is the target's own, and not a label.
-    assert row_prompt({"input_ids": ids, "labels": labels}).tolist() == ids[:8]
-    assert row_prompt({"input_ids": ids, "labels": [-100] * 6 + ids[6:]}).tolist() == ids[:5]
+    assert prompt_of_example({"input_ids": ids, "labels": labels}).tolist() == ids[:8]
+    assert prompt_of_example({"input_ids": ids, "labels": [-100] * 6 + ids[6:]}).tolist() == ids[:5]
