@@ -224,7 +224,7 @@ def test_tokens_of_which_all_are_learnt_are_suspicious(caplog):
     tokenizer = real_tokenizer("chatml")
     rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 2
     prepare_dataset(rows, tokenizer, max_length=3)
-    assert "Every token of every row is to be learnt" in caplog.text
+    assert "Every token of every example is to be learnt" in caplog.text
     caplog.clear()
     prepare_dataset([{**rows[0], "labels": [-100, -100, -100, 8]}], tokenizer, max_length=None)
     assert "Every token" not in caplog.text
@@ -240,9 +240,9 @@ def test_a_mask_on_a_terminal_is_green():
 def test_options_that_need_turns_are_refused_without_any():
     tokenizer = real_tokenizer("chatml")
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}]
-    with pytest.raises(ValueError, match="last_turn_only needs turns, but these rows are tokens"):
+    with pytest.raises(ValueError, match="last_turn_only needs turns, but these examples are tokens"):
         prepare_dataset(rows, tokenizer, max_length=None, last_turn_only=True)
-    with pytest.raises(ValueError, match="mask_reasoning needs turns, but these rows are text"):
+    with pytest.raises(ValueError, match="mask_reasoning needs turns, but these examples are text"):
         prepare_dataset([{"text": "The sea."}], tokenizer, max_length=None, mask_reasoning=True)
     rendered = [{"prompt": "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n", "completion": "The sea."}]
     assert len(prepare_dataset(rendered, tokenizer, max_length=None)) == 1

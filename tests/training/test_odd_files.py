@@ -307,7 +307,7 @@ READ = {
         "a.jsonl",
         lines(ROW) + b'{"messages": ' + b"[" * 20000 + b"]" * 20000 + b"}\n" + lines(ROW),
         [CHAT] * 2,
-        {"a row that cannot be read": 1},
+        {"a record that cannot be read": 1},
     ),
     "lines that are no objects": (
         "a.jsonl",
@@ -356,7 +356,7 @@ READ = {
             ["Hm"],
         ),
         [CHAT, [Q, {"role": "assistant", "content": "Yes, I\ncan"}]],
-        {"a row that cannot be read": 2},
+        {"a record that cannot be read": 2},
     ),
     "a table with a huge cell": (
         "a.csv",
@@ -506,7 +506,7 @@ def test_rows_that_are_in_memory(rows, tokenizer):
 def test_tokens_beside_chats(tokenizer, tmp_path):
     tokens = {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}
     assert_reads([ROW, tokens], tokenizer, [CHAT], {"none of the columns of a chat is filled": 1})
-    with pytest.raises(ValueError, match="a row has no input_ids, but other rows are tokens"):
+    with pytest.raises(ValueError, match="an example has no input_ids, but others are tokens"):
         prepare_dataset([tokens, ROW], tokenizer, max_length=None)
 
 
@@ -540,7 +540,7 @@ def test_dropped_chats_are_counted_in_the_log_and_in_the_error(tokenizer, caplog
     assert len(prepare_dataset(ODD, tokenizer, max_length=None, max_empty_share=0.7)) == 2
     for line in (
         "4 of 6 chats have no token to learn and are dropped",
-        "2 x no object with named columns; the first is chat 2: row 2 of the list: a list, not an object",
+        "2 x no object with named columns; the first is chat 2: item 2 of the list: a list, not an object",
         "1 x `prompt` and `question` could each be the question; the first is chat 1: ",
         "1 x no answer behind a question; the first is chat 3: <|start|>system",
     ):

@@ -288,7 +288,7 @@ def test_options_and_files(folder, tmp_path):
         ("", ["--held_out", "10"], r"held_out is 10, but .* has 10 chats: hold fewer out \(--held_out 1\), or name"),
         ("empty", [], "empty.jsonl: there are no chats in it"),
         ("odd", [], "odd.jsonl: no known shape of training data has the columns frage"),
-        ("store", ["--last_turn_only"], "these rows are tokens already: set them where the chats are encoded"),
+        ("store", ["--last_turn_only"], "these examples are tokens already: set them where the chats are encoded"),
         ("", ["--loss_type", "kl", "--step_weights", "1"], "step_weights has 1 weights, but there are 7 steps"),
     ],
 )

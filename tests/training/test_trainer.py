@@ -168,7 +168,7 @@ CHECKPOINTING = next(  # its name in later versions, and in earlier ones
         ("loss_type", "mse", "loss_type must be one of"),
         ("step_weights", [1.0], "1 weights, but there are 3 steps"),
         (CHECKPOINTING, True, "for a head set checkpoint_ttt_steps"),
-        ("neftune_noise_alpha", 5.0, "a head's input is its target's"),
+        ("neftune_noise_alpha", 5.0, "a head gets its target's input"),
         ("label_smoothing_factor", 0.1, "a head learns its target's distribution"),
     ],
 )
@@ -332,7 +332,9 @@ def test_an_embedding_of_its_own_can_be_frozen(target, rows, tmp_path):
 
 def test_turns_of_rows_that_are_tokens_cannot_be_chosen_any_more(target, rows, stored, tmp_path):
     for data, option in ((rows, "last_turn_only"), (stored, "mask_reasoning")):
-        with pytest.raises(ValueError, match="these rows are tokens already: set them where the chats are encoded"):
+        with pytest.raises(
+            ValueError, match="these examples are tokens already: set them where the chats are encoded"
+        ):
             trainer_for(target, data, tmp_path, **{option: True})
 
 
@@ -528,7 +530,9 @@ def test_data_without_anything_to_learn_is_refused_before_the_first_step(target,
     early = {"input_ids": list(range(9)), "labels": [0, 1] + [IGNORE_INDEX] * 7}
     good = {"input_ids": list(range(9)), "labels": [IGNORE_INDEX] * 6 + [6, 7, 8]}
     for data in ([empty] * 3, Dataset.from_list([early, empty, good]), [empty, early, good]):
-        with pytest.raises(ValueError, match=rf"{len(data) - (good in list(data))} of 3 rows have no token to learn"):
+        with pytest.raises(
+            ValueError, match=rf"{len(data) - (good in list(data))} of 3 examples have no token to learn"
+        ):
             trainer_for(target, data, tmp_path, tokenizer, draft=draft)
     only_users = [{"messages": [{"role": "user", "content": "The sea is wide."}]}] * 3
     with pytest.raises(ValueError, match="3 of 3 chats have no token to learn"):
@@ -539,7 +543,7 @@ def test_data_without_anything_to_learn_is_refused_before_the_first_step(target,
 def test_stored_rows_without_anything_to_learn_are_refused(target, tmp_path):
     rows = Dataset.from_list([{"input_ids": list(range(9)), "labels": [IGNORE_INDEX] * 9}] * 3)
     write_features(target, rows, tmp_path / "store", [0, 1, 2], progress=False)
-    with pytest.raises(ValueError, match="3 of 3 rows have no token to learn"):
+    with pytest.raises(ValueError, match="3 of 3 examples have no token to learn"):
         trainer_for(target, StoredFeatures(tmp_path / "store"), tmp_path)
 
 
@@ -560,7 +564,7 @@ def test_several_splits_to_train_on_are_refused(target, tokenizer, tmp_path):
 def test_chats_without_a_tokenizer_and_rows_without_labels_are_refused(target, tmp_path):
     with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
         trainer_for(target, chats(), tmp_path)
-    with pytest.raises(ValueError, match="rows with input_ids need labels too"):
+    with pytest.raises(ValueError, match="examples with input_ids need labels too"):
         trainer_for(target, [{"input_ids": [1, 2, 3, 4]}], tmp_path)
     with pytest.raises(ValueError, match="no train_dataset to build it from"):
         trainer_for(target, None, tmp_path)

@@ -80,7 +80,7 @@ def test_chats_by_name_are_evaluated_as_they_are_trained_on(target, tokenizer, t
 def test_what_one_choice_encoded_is_no_data_for_another(target, tokenizer, tmp_path):
     data = trainer_for(target, chats(), tmp_path, tokenizer, last_turn_only=True).train_dataset
     trainer_for(target, data, tmp_path, tokenizer, last_turn_only=True)
-    with pytest.raises(ValueError, match="these rows are tokens already"):
+    with pytest.raises(ValueError, match="these examples are tokens already"):
         trainer_for(target, data, tmp_path, tokenizer, last_turn_only=True, mask_reasoning=True)
 
 

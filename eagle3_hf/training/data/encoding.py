@@ -1,4 +1,4 @@
-"""Training data made ready: any known shape, from anywhere, to ids and labels, counted, with what is empty dropped."""
+"""Encoding of training data: chats of any known shape become ids and labels; empty ones are counted and dropped."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from .turns import learnt
 
 logger = get_logger(__name__)
 
-# `datasets` keeps what it encoded, under a hash of the arguments and not of our code: to be raised with every change
-# of the ids or labels that a chat becomes.
+# `datasets` caches what it encoded under a hash of the arguments and not of our code: raise this number with every
+# change of the ids or labels that a chat becomes.
 ENCODING = 2
 
-# What a row knows about itself between encoding and dropping.
+# Columns of an encoded example that are removed once empty examples are dropped.
 _COUNTS = ("length", "targets", "hidden")
 _NOTES = ("reason", "problem", *_COUNTS)
 
 
 @dataclass(frozen=True)
 class MaskSummary:
-    """What encoding made of a dataset.
+    """Counts of an encoded dataset.
 
     Attributes:
-        chats: rows encoded.
-        empty: rows without a token to learn.
-        cut: rows longer than `max_length`.
-        tokens, targets: tokens kept, and those of them that are learnt.
-        longest: tokens of the longest row before it was cut.
-        hidden: tokens that only `mask_reasoning` keeps from being learnt.
+        chats: number of encoded chats.
+        empty: number of chats without a token to learn.
+        cut: number of chats longer than `max_length`.
+        tokens, targets: number of tokens that are kept, and of those that are learnt.
+        longest: number of tokens of the longest chat before it was cut.
+        hidden: number of tokens that are not learnt only because of `mask_reasoning`.
     """
 
     chats: int
@@ -60,7 +60,7 @@ class MaskSummary:
 
     @classmethod
     def of(cls, encoded: Dataset, max_length: int | None) -> MaskSummary:
-        """The summary of what `encode_dataset` returned."""
+        """Summarise what `encode_dataset` returned."""
         length, targets, hidden = (
             np.asarray(encoded[name], dtype=np.int64) for name in ("length", "targets", "hidden")
         )
@@ -77,7 +77,7 @@ class MaskSummary:
 
     @property
     def targets_everywhere(self) -> bool:
-        """Whether all is to be learnt that can be: all but two tokens of every row."""
+        """Whether everything is to be learnt that can be: all but two tokens of every example."""
         return self.targets > 0 and self.targets == self.tokens - 2 * self.chats
 
     def __str__(self) -> str:
@@ -101,25 +101,26 @@ def prepare_dataset(
     mask_reasoning: bool = False,
     max_empty_share: float = 0.5,
 ) -> Dataset:
-    """Encode training data of any known shape, and drop the rows without a supervised token.
+    """Encode training data of any known shape, and drop the chats without a supervised token.
 
     Args:
         chats: whatever `load_chats` takes. `finished` (default True) tells whether a chat's last answer has an end;
-            `tools`, where a row has them, go to the chat template.
-        tokenizer: the target's, or a processor that holds it.
-        max_length: tokens to keep of each chat; None keeps all.
-        num_proc: processes to encode with.
+            `tools`, where a chat has them, go to the chat template.
+        tokenizer: the target's tokenizer, or a processor that holds it.
+        max_length: tokens kept of each chat; None keeps all.
+        num_proc: number of processes that encode.
         template_kwargs: extra variables for the chat template (`{"enable_thinking": False}`), as serving passes them.
         split: see `load_chats`.
         last_turn_only: learn from the last answer of each chat only.
         mask_reasoning: do not learn thoughts, nor the tags around them.
-        max_empty_share: share of rows without a token to learn above which this is an error.
+        max_empty_share: share of chats without a token to learn above which this is an error.
 
     Returns:
         A dataset with the columns `input_ids` and `labels`, as `encode_chat` makes them.
 
     Raises:
-        ValueError: unknown columns, or too many rows have nothing to learn; shows one of them with its mask.
+        ValueError: the columns are unknown, or too many chats have nothing to learn; one of them is shown with its
+            mask.
     """
     options = EncodingOptions(
         max_length=max_length,
@@ -164,7 +165,9 @@ def encode_dataset(chats: Dataset, tokenizer: PreTrainedTokenizerBase, options: 
     if not shapes & {"turns", "questions"} and any(options.choice):
         asked = "last_turn_only" if options.last_turn_only else "mask_reasoning"
         (shape,) = shapes
-        raise ValueError(f"{asked} needs turns, but these rows are {shape}: pass chats, or mask the labels yourself")
+        raise ValueError(
+            f"{asked} needs turns, but these examples are {shape}: pass chats, or mask the labels yourself"
+        )
     kwargs: dict[str, Any] = {"options": options.of_a_chat(), "encoding": ENCODING}
     encode: Any = _take_tokens
     if "tokens" not in shapes:
@@ -176,7 +179,7 @@ def encode_dataset(chats: Dataset, tokenizer: PreTrainedTokenizerBase, options: 
         encode, fn_kwargs=kwargs, remove_columns=chats.column_names, num_proc=options.num_proc, desc="Encoding chats"
     )
     if "tokens" in shapes and MaskSummary.of(encoded, options.max_length).targets_everywhere:
-        logger.warning("Every token of every row is to be learnt: do the labels leave out the prompts (-100)?")
+        logger.warning("Every token of every example is to be learnt: do the labels leave out the prompts (-100)?")
     return encoded
 
 
@@ -189,14 +192,14 @@ def _check_template(template: ChatTemplate | None, shapes: frozenset[str]) -> No
 
 
 def _encode_chat(
-    row: Mapping[str, Any],
+    chat: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     template: ChatTemplate | None,
     options: EncodingOptions,
     encoding: int,
 ) -> dict[str, Any]:
     try:
-        example = read_example(row)
+        example = read_example(chat)
         encoded = encode_example(tokenizer, template, example, options)
     except (ValueError, RecursionError) as error:
         # One odd chat among many must not end the run; that it was dropped, and why, is reported.
@@ -207,7 +210,7 @@ def _encode_chat(
 
 
 def _why_empty(example: Example, encoded: Encoded, max_length: int | None) -> str:
-    """What an encoded example without a token to learn has in common with others."""
+    """Say why an encoded example has no token to learn, in words that fit other examples too."""
     answers = [turn for i, turn in enumerate(example.messages) if turn["role"] == "assistant" and i > 0]
     if any(label != IGNORE_INDEX for label in encoded.labels[2:]):
         return f"cut before the first token to learn (max_length {max_length})"
@@ -224,10 +227,10 @@ def _why_empty(example: Example, encoded: Encoded, max_length: int | None) -> st
     return "answers of one token without an end, or rewritten by the chat template"
 
 
-def _take_tokens(row: Mapping[str, Any], options: EncodingOptions, encoding: int) -> dict[str, Any]:
-    ids, labels = row["input_ids"], row["labels"]
+def _take_tokens(example: Mapping[str, Any], options: EncodingOptions, encoding: int) -> dict[str, Any]:
+    ids, labels = example["input_ids"], example["labels"]
     if ids is None or labels is None:
-        raise ValueError(f"a row has no {'input_ids' if ids is None else 'labels'}, but other rows are tokens")
+        raise ValueError(f"an example has no {'input_ids' if ids is None else 'labels'}, but others are tokens")
     if len(ids) != len(labels):
         raise ValueError(f"a chat has {len(ids)} input_ids, but {len(labels)} labels")
     for j, (token, label) in enumerate(zip(ids, labels, strict=True)):
@@ -241,19 +244,19 @@ def _noted(
     ids: list[int], labels: list[int], max_length: int | None, reason: str = "", problem: str = "", hidden: int = 0
 ) -> dict[str, Any]:
     targets = sum(label != IGNORE_INDEX for label in labels[2:max_length])
-    row = {"input_ids": ids[:max_length], "labels": labels[:max_length], "reason": reason, "problem": problem}
-    return {**row, "length": len(ids), "targets": targets, "hidden": hidden}
+    example = {"input_ids": ids[:max_length], "labels": labels[:max_length], "reason": reason, "problem": problem}
+    return {**example, "length": len(ids), "targets": targets, "hidden": hidden}
 
 
 def dropped_chats(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> DroppedChats:
-    """Why rows of what `encode_dataset` returned have nothing to learn; the examples show their masks."""
+    """Count why chats of `encode_dataset` have nothing to learn, with the mask of one chat for each reason."""
     dropped = DroppedChats()
     empty = np.flatnonzero(np.asarray(encoded["targets"]) == 0)
     for number, reason in zip(empty.tolist(), encoded.select(empty)["reason"], strict=True):
         dropped.add(number, reason)
     for reason, (number, _) in dropped.examples.items():
-        row = encoded[number]
-        shown = row["problem"] or render_mask(tokenizer, row)[-1000:] or "(no tokens)"
+        example = encoded[number]
+        shown = example["problem"] or render_mask(tokenizer, example)[-1000:] or "(no tokens)"
         dropped.examples[reason] = (number, shown)
     return dropped
 
@@ -269,7 +272,7 @@ def _report_empty(dropped: DroppedChats, summary: MaskSummary, max_length: int |
 
 
 def as_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer itself: that of a processor (of a target that also sees) comes with the processor's template.
+    """Return the tokenizer itself; that of a multimodal processor comes with the processor's chat template.
 
     Raises:
         ValueError: there is none, as in a processor of images or sounds alone.
@@ -278,7 +281,7 @@ def as_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
         return processor
     tokenizer = getattr(processor, "tokenizer", None)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(f"{type(processor).__name__} makes no tokens of text: pass the target's tokenizer")
+        raise ValueError(f"{type(processor).__name__} has no tokenizer for text: pass the target's tokenizer")
     template = getattr(processor, "chat_template", None)
     if template and not tokenizer.chat_template:
         tokenizer = copy.copy(tokenizer)
@@ -287,7 +290,7 @@ def as_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
 
 
 def count_tokens(dataset: Iterable[Mapping[str, Any]], vocab_size: int) -> Tensor:
-    """`(V,)` int64: how often each token is a supervised target in a dataset with a `labels` column."""
+    """Count `(V,)` int64 how often each token is a supervised target in a dataset with a `labels` column."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for labels in _label_batches(dataset):
         targets = labels[labels != IGNORE_INDEX]
@@ -310,7 +313,7 @@ def _label_batches(dataset: Iterable[Mapping[str, Any]]) -> Iterator[np.ndarray]
 def special_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> list[int]:
-    """Ascending ids that a draft vocabulary must contain: special tokens, every end of turn and end of sequence."""
+    """Return the ids that a draft vocabulary must contain, ascending: special tokens, ends of turn and of sequence."""
     tokenizer = as_tokenizer(tokenizer)
     ids: set[int | None] = set(tokenizer.all_special_ids)
     if tokenizer.chat_template:

@@ -1,4 +1,4 @@
-"""Chats to token ids and the exact set of tokens to learn, for any chat template.
+"""From chats to token ids and the exact set of tokens to learn, for any chat template.
 
 A chat becomes the ids that serving produces: the prompt as the template renders it with `add_generation_prompt`,
 followed by the answer and its end-of-turn token.
@@ -28,12 +28,12 @@ from .turns import learnt
 
 @dataclass
 class Encoded:
-    """Ids of one example and what is to be learnt of them.
+    """Ids of one example, and which of them are to be learnt.
 
     Attributes:
         input_ids: `(T)`.
         labels: `(T)`: `labels[j] = input_ids[j]` where token j is a supervised target, else -100.
-        hidden: tokens that only `mask_reasoning` keeps from being learnt.
+        hidden: number of tokens that are not learnt only because of `mask_reasoning`.
     """
 
     input_ids: list[int]
@@ -51,17 +51,18 @@ def encode_chat(
     mask_reasoning: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, list[int]]:
-    """Token ids of a chat and, of every answer, the tokens to learn.
+    """Return the token ids of a chat and, of every answer, the tokens to learn.
 
     For an answer at indices a..b (b = its end-of-turn token) the supervised targets are x_{a+1}..x_b: the first token
     of an answer always comes from the target itself.
 
     Args:
-        tokenizer: with the chat template that serving uses (or a `ChatTemplate`, to prepare it once for many chats).
+        tokenizer: a tokenizer with the chat template that serving uses (or a `ChatTemplate`, which is prepared once
+            for many chats).
         messages: `role` and `content` of each turn, thoughts either in the content or under a key of their own
             (`reasoning_content`). An answer with `weight` 0 is not learnt. What follows the last answer to be learnt
             is left out.
-        max_length: tokens to keep from the head of the chat; None keeps all.
+        max_length: tokens kept from the beginning of the chat; None keeps all.
         finished: False if the last answer was cut: it then has no end-of-turn token.
         last_turn_only: learn from the last answer only.
         mask_reasoning: do not learn thoughts, nor the tags around them.
@@ -71,7 +72,7 @@ def encode_chat(
         `input_ids` (T) and `labels` (T): `labels[j] = input_ids[j]` where token j is a supervised target, else -100.
 
     Raises:
-        ValueError: `max_length` below 1, no chat template, or messages that the template refuses.
+        ValueError: `max_length` is below 1, there is no chat template, or the template rejects the messages.
     """
     options = EncodingOptions(max_length, template_kwargs, last_turn_only, mask_reasoning)
     template = tokenizer if isinstance(tokenizer, ChatTemplate) else ChatTemplate(tokenizer, template_kwargs)
@@ -108,9 +109,9 @@ def encode_messages(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str, finished: bool) -> Encoded:
-    """Text as a completion endpoint serves it: the prompt's ids, then the text's and, if it is finished, the end.
+    """Encode text as a completion endpoint serves it: the prompt's ids, the text's ids and, if finished, the end.
 
-    Without a prompt every token from the third on is a target: no row of a head is early enough for the first two.
+    Without a prompt every token from the third on is a target: no position is early enough for the first two.
     """
     lead = _serve_ids(tokenizer, prompt) if prompt else []
     ids = _serve_ids(tokenizer, prompt + text)
@@ -129,13 +130,15 @@ def encode_example(
     """Encode an example of any shape, uncut; `template` is None where the tokenizer has none.
 
     A `prompt` and `completion` that are texts are a question and its answer where the target has a chat template, for
-    that is how it is served; unless the prompt holds special tokens, and thus is rendered already.
+    that is how it is served, unless the prompt contains special tokens and has thus been rendered already.
     """
     messages = example.messages
     if example.prompt and template is not None and not template.has_special(example.prompt):
         messages = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
     if not messages and any(options.choice) and example.text:
-        raise OddChatError("text that is rendered already has no turns for last_turn_only or mask_reasoning to tell")
+        raise OddChatError(
+            "text that is rendered already has no turns for last_turn_only or mask_reasoning to choose from"
+        )
     if not messages:
         return encode_text(tokenizer, example.prompt, example.text, example.finished)
     if template is None:
@@ -144,7 +147,7 @@ def encode_example(
 
 
 def _serve_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids with the special tokens that the tokenizer adds to a text, unless the text brings its own beginning."""
+    """Return ids with the special tokens that the tokenizer adds, unless the text has its own at the beginning."""
     bos = tokenizer.bos_token
     own = bool(bos) and text.startswith(str(bos))
     return list(tokenizer(text, add_special_tokens=not own, verbose=False)["input_ids"])
@@ -163,7 +166,7 @@ def _common_prefix(left: list[int], right: list[int]) -> int:
 
 
 def _thoughts(template: ChatTemplate, prompt: list[int], answer: list[int]) -> Iterator[int]:
-    """Indices of an answer's tokens that are thoughts or their tags; thoughts that were cut reach to the end."""
+    """Yield the indices of an answer's tokens that are thoughts or tags; thoughts that were cut reach to the end."""
 
     def decoded(length: int) -> int:
         return len(template.tokenizer.decode(answer[:length], clean_up_tokenization_spaces=False))
@@ -180,7 +183,7 @@ def _thoughts(template: ChatTemplate, prompt: list[int], answer: list[int]) -> I
 
 
 def render_mask(tokenizer: PreTrainedTokenizerBase, encoded: Mapping[str, Sequence[int]], colour: bool = False) -> str:
-    """The text of an encoded chat with its supervised targets between `[[` and `]]`, or green on a terminal."""
+    """Render an encoded chat with its supervised targets between `[[` and `]]`, or in green on a terminal."""
     parts: list[tuple[bool, list[int]]] = []
     run: list[int] = []
     learnt = False

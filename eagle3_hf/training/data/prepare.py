@@ -1,4 +1,4 @@
-"""From what a user passes to `Eagle3Trainer` to what it trains on: datasets made ready and checked, the vocabulary."""
+"""Preparation of what a user passes to `Eagle3Trainer`: datasets are encoded and checked, the vocabulary is set."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,12 +19,12 @@ from .packing import PackedDataset, only_labels
 from .sources import load_chats
 
 
-# Chats that were encoded here, by what was chosen among their turns: prepared again, they are as they were.
+# What was chosen among the turns of the chats that were encoded here, so that they may be prepared again.
 _encoded: WeakKeyDictionary[Any, tuple[bool, bool]] = WeakKeyDictionary()
 
 
 def settle_tokenizer(draft: Eagle3DraftModel, tokenizer) -> None:
-    """The target's special ids, else the tokenizer's, in both of the draft's configs; the tokenizer's hashes too.
+    """Set the special ids of target or tokenizer in both of the draft's configs, and record the tokenizer.
 
     Trainer then finds nothing to align.
     """
@@ -43,7 +43,7 @@ def prepare(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer
     What it returns may be prepared again, which changes nothing.
 
     Raises:
-        ValueError: nothing to learn from, columns missing, or features of something else.
+        ValueError: there is nothing to learn, columns are missing, or features are of another target or other layers.
     """
     if dataset is None:
         return None
@@ -73,10 +73,10 @@ def _examples(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokeniz
         if not isinstance(dataset, list) and _encoded.get(dataset) == options.choice:
             return dataset
         if "labels" not in columns:
-            raise ValueError("rows with input_ids need labels too: the token where it is to be learnt, else -100")
+            raise ValueError("examples with input_ids need labels too: the token where it is to be learnt, else -100")
     if any(options.choice):
         raise ValueError(
-            "last_turn_only and mask_reasoning choose among the turns of chats, but these rows are tokens already: "
+            "last_turn_only and mask_reasoning choose among the turns of chats, but these examples are tokens already: "
             "set them where the chats are encoded (prepare_dataset, eagle3-hf features)"
         )
     _check_supervised(dataset)
@@ -84,14 +84,18 @@ def _examples(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokeniz
 
 
 def _check_supervised(dataset) -> None:
-    """Refuse data of which more than half has nothing to learn: the loss would only look good."""
+    """Check that at least half of the data has something to learn: otherwise the loss would only look good.
+
+    Raises:
+        ValueError: more than half of the examples have no token to learn.
+    """
     if not hasattr(dataset, "__len__"):
         return  # a stream can be read only once
-    labels = only_labels(dataset)
-    empty = sum(not bool((torch.as_tensor(row["labels"])[2:] != IGNORE_INDEX).any()) for row in labels)
+    labels = (torch.as_tensor(example["labels"]) for example in only_labels(dataset))
+    empty = sum(not bool((own[2:] != IGNORE_INDEX).any()) for own in labels)
     if 2 * empty > len(dataset):
         raise ValueError(
-            f"{empty} of {len(dataset)} rows have no token to learn (all labels from the third on are "
+            f"{empty} of {len(dataset)} examples have no token to learn (all labels from the third on are "
             f"{IGNORE_INDEX}): prepare the chats with eagle3_hf.training.data.encoding.prepare_dataset"
         )
 
@@ -99,13 +103,13 @@ def _check_supervised(dataset) -> None:
 def settle_vocabulary(
     draft: Eagle3DraftModel, target: PreTrainedModel, dataset, tokenizer, cache_dir: str | None
 ) -> float | None:
-    """Give a draft without a vocabulary the tokens that the dataset teaches most often; a set one is never touched.
+    """Give a draft without a vocabulary the tokens that the dataset teaches most often; an existing one is kept.
 
     Returns:
         The share of the supervised tokens that the vocabulary covers; `None` where they cannot be counted.
 
     Raises:
-        ValueError: a vocabulary is to be built, and there is no dataset to count.
+        ValueError: a vocabulary is to be built, but there is no dataset to count.
     """
     vocab_size = draft.config.vocab_size
     if draft.has_draft_vocab:
@@ -127,6 +131,6 @@ def settle_vocabulary(
 
 
 def pad_token_id(tokenizer, target: PreTrainedModel) -> int:
-    """Any id does: padding stands right of every row that counts."""
+    """Return an id for padding; any id will do, since padding is to the right of every position that counts."""
     pad = getattr(tokenizer, "pad_token_id", None)
     return pad if pad is not None else getattr(target.generation_config, "pad_token_id", None) or 0
