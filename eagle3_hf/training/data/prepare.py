@@ -76,7 +76,7 @@ def _examples(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokeniz
             raise ValueError("examples with input_ids need labels too: the token where it is to be learnt, else -100")
     if any(options.choice):
         raise ValueError(
-            "last_turn_only and mask_reasoning choose among the turns of chats, but these examples are tokens already: "
+            "last_turn_only and mask_reasoning choose among turns of chats, but these examples are tokens already: "
             "set them where the chats are encoded (prepare_dataset, eagle3-hf features)"
         )
     _check_supervised(dataset)
