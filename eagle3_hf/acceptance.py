@@ -1,12 +1,12 @@
-"""How well a draft foresees its target: one definition for decoding, training and evaluation.
+"""Acceptance of drafted tokens: the definitions used in decoding, training and evaluation.
 
-- `tau`: tokens emitted per target forward pass after the prefill, the bonus token of each pass included (1.0 = nothing
-  was accepted, the speed of plain decoding).
-- per-depth acceptance ("n-alpha" for a chain, EAGLE-3, arXiv 2503.01840, figure 7): of the rounds that got as far as
-  depth d, the share whose token at depth d was accepted.
+- `tau`, the mean acceptance length: tokens emitted per target forward pass after the prefill, including the bonus
+  token of each pass. 1.0 means that nothing was accepted, as in ordinary decoding.
+- Acceptance by depth ("n-alpha" for a chain, EAGLE-3, arXiv 2503.01840, figure 7): among the rounds that reached depth
+  d, the share whose token at depth d was accepted.
 
-In a batch one forward pass verifies a tree of each row, and each row that still has text to write counts as a round of
-its own: tau stays what one row gains, and batches of any size compare.
+In a batch one forward pass verifies a tree for each sequence, and counts as one round for each sequence that is not
+finished. So tau is the gain of one sequence, and batches of different sizes can be compared.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,23 @@ from typing import Any
 
 @dataclass
 class SpeculationStats:
-    """
-    Counters of speculative decoding; a round is one target forward pass over a draft tree, in a batch once for each
-    row that is not finished (and does not wait for others).
+    """Counters of speculative decoding.
 
-    Args:
-        rounds (`int`): target forward passes after the prefill, times such rows.
-        emitted (`int`): tokens emitted by these rounds, bonus tokens included. The first token of a row, which the
-            prefill gives, is not counted, nor are pad tokens and what was emitted behind the end of the text.
-        reached (`list[int]`): `reached[d - 1]` rounds could try depth d: the tree had it, and all shallower tokens
-            were accepted.
-        accepted (`list[int]`): `accepted[d - 1]` rounds accepted a token at depth d. Where rows of a batch go in step,
-            a right token counts though another row's wrong one ended the round: it says how good the head is.
-        draft_seconds, verify_seconds, other_seconds (`float`): wall time in the draft, in the target, and elsewhere.
+    A round is one target forward pass over a draft tree. In a batch it counts once for each sequence that is not
+    finished and does not wait for others.
+
+    Attributes:
+        rounds: Target forward passes after the prefill, times such sequences.
+        emitted: Tokens emitted by these rounds, bonus tokens included. The first token of a sequence, which the
+            prefill gives, is not counted, nor are pad tokens and tokens behind the end of the text.
+        reached: `reached[d - 1]` rounds could try depth d: the tree had that depth, and all tokens above it were
+            accepted.
+        accepted: `accepted[d - 1]` rounds accepted a token at depth d. Where the sequences of a batch proceed in
+            lock-step, a correct token counts even if a wrong one of another sequence ended the round, since this
+            tells how good the head is.
+        draft_seconds: Wall time in the draft.
+        verify_seconds: Wall time in the target.
+        other_seconds: Wall time elsewhere.
     """
 
     rounds: int = 0
@@ -40,21 +44,20 @@ class SpeculationStats:
     other_seconds: float = 0.0
 
     def record(self, accepted: int, depth: int, emitted: int) -> None:
-        """
-        Count one round.
+        """Count one round.
 
         Args:
-            accepted (`int`): drafted tokens accepted.
-            depth (`int`): depth of the tree, the most that could have been accepted.
-            emitted (`int`): tokens emitted; `accepted + 1` unless the text ended inside the round.
+            accepted: Number of drafted tokens that were accepted.
+            depth: Depth of the tree, which is the largest possible number.
+            emitted: Number of tokens emitted: `accepted + 1` unless the text ended inside the round.
 
         Raises:
-            `ValueError`: more tokens accepted than the tree is deep, or a negative count.
+            ValueError: more tokens were accepted than the tree is deep, or a count is negative.
         """
         if not 0 <= accepted <= depth:
-            raise ValueError(f"a round accepts 0 to {depth} tokens, the depth of its tree; got {accepted}")
+            raise ValueError(f"expected 0 to {depth} accepted tokens, the depth of the tree, got {accepted}")
         if emitted < 0:
-            raise ValueError(f"a round cannot emit {emitted} tokens")
+            raise ValueError(f"expected a number of emitted tokens of at least 0, got {emitted}")
         self.rounds += 1
         self.emitted += emitted
         missing = depth - len(self.reached)
@@ -68,7 +71,7 @@ class SpeculationStats:
 
     @property
     def tau(self) -> float:
-        """Tokens emitted per round; 0.0 before the first round."""
+        """Mean acceptance length, the tokens emitted per round; 0.0 before the first round."""
         return self.emitted / self.rounds if self.rounds else 0.0
 
     @property
@@ -78,17 +81,17 @@ class SpeculationStats:
 
     @property
     def per_depth(self) -> list[float]:
-        """Share of the rounds that could try depth d and accepted a token there; 0.0 where none could."""
+        """Among the rounds that could try depth d, the share that accepted a token there; 0.0 if there was none."""
         return [hit / tried if tried else 0.0 for hit, tried in zip(self.accepted, self.reached, strict=True)]
 
     @property
     def histogram(self) -> list[int]:
-        """`histogram[k]`: rounds that accepted exactly k drafted tokens, k from 0 to the greatest depth tried."""
+        """Number of rounds that accepted exactly k drafted tokens, for k from 0 to the greatest depth tried."""
         at_least = [self.rounds, *self.accepted, 0]
         return [at_least[k] - at_least[k + 1] for k in range(len(at_least) - 1)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Counters and derived values as plain numbers and lists, for logs and JSON."""
+        """Return counters and derived values as plain numbers and lists, for logs and JSON."""
         return {
             "rounds": self.rounds,
             "emitted": self.emitted,
@@ -112,12 +115,11 @@ class SpeculationStats:
 
 
 def simulated_acceptance_length(per_step_accuracy: Sequence[float]) -> float:
-    """
-    Expected tokens a round of a chain, `1 + a0 + a0 * a1 + ...`, given the accuracy of each drafted token where all
-    before it were right.
+    """Return the expected tokens per round of a chain, `1 + a0 + a0 * a1 + ...`.
 
     Args:
-        per_step_accuracy (`Sequence[float]`): shares in 0..1, first drafted token first.
+        per_step_accuracy: For each drafted token in order, the share of rounds in which it is right, among those in
+            which all tokens before it are.
     """
     length, reach = 1.0, 1.0
     for accuracy in per_step_accuracy:

@@ -1,6 +1,4 @@
-"""The command `eagle3-hf`: one sub-command a job. Each imports what it needs, so that none pays for the others."""
-
-from __future__ import annotations
+"""The command `eagle3-hf`. Each sub-command imports only what it needs, so that none is slowed down by the others."""
 
 import argparse
 import os
@@ -20,9 +18,11 @@ _COMMANDS = (datagen, show_mask, features, train, bench, inspect, convert)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command; returns the exit status (0 done, 1 refused with a message, 130 interrupted, 141 unread).
+    """Run a sub-command.
 
-    argparse leaves with 2 where the command line is not understood.
+    Returns:
+        The exit status: 0 for success, 1 for an error, whose message was printed, 130 for an interrupt, and 141 if the
+        reader of the output is gone. argparse exits with 2 if the command line is invalid.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -32,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = arguments.run(arguments)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # a pager or `head` has seen enough
+    except BrokenPipeError:  # a pager or `head` was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
-        print(f"interrupted{_how_to_go_on(arguments, sys.argv[1:] if argv is None else argv)}", file=sys.stderr)
+        print(f"interrupted{_how_to_resume(arguments, sys.argv[1:] if argv is None else argv)}", file=sys.stderr)
         return 130
     except Exception as error:
         if arguments.traceback:
@@ -45,22 +45,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _how_to_go_on(arguments: argparse.Namespace, words: Sequence[str]) -> str:
+def _how_to_resume(arguments: argparse.Namespace, words: Sequence[str]) -> str:
     if not arguments.resumes:
         return ""
-    return f"; the same command goes on from what was saved:\neagle3-hf {shlex.join(words)}"
+    return f"; the same command resumes from what was saved:\neagle3-hf {shlex.join(words)}"
 
 
 def _places(arguments: argparse.Namespace) -> list[str]:
-    """What may be a Hub id: models and data."""
+    """Return the arguments that may be Hub ids: models and data."""
     names = ("model", "head", "target", "data", "prompts")
     values = [getattr(arguments, name, None) for name in names]
     return [str(value) for value in values if value and value != "random"]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="eagle3-hf", description="EAGLE-3 speculative decoding inside transformers' own generate().")
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised, not its line alone")
+    parser = Parser(
+        prog="eagle3-hf", description="EAGLE-3 speculative decoding inside the generate() of transformers."
+    )
+    parser.add_argument(
+        "--traceback", action="store_true", help="show the traceback of an error, not only its message"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add(commands)

@@ -1,7 +1,7 @@
-"""What a head is, what it reads and borrows, and whether it fits a target: from configs and headers alone.
+"""Reports what a head is, what it reads and borrows, and whether it fits a target.
 
-No weights are read, neither the head's nor the target's, so that a head can be looked at before gigabytes are
-downloaded or loaded, and every problem is listed, not only the first.
+Only configs and the headers of weights files are read, so that a head can be inspected before gigabytes are downloaded
+or loaded. All problems are listed, not only the first.
 """
 
 import copy
@@ -28,8 +28,8 @@ from .published_formats import HeadDescription, HeadFormatError
 
 _VOCABULARY = ("d2t", "t2d")
 _UNITS = {"B": 10**9, "M": 10**6}
-_FOR_BOTH = ("cache_dir", "local_files_only", "token")  # arguments of the Hub that hold for the target too
-# Fields that tie a head to its target, by what is compared together.
+_FOR_BOTH = ("cache_dir", "local_files_only", "token")  # arguments of `from_pretrained` that apply to the target too
+# Fields that must fit the target, grouped by what is checked together.
 _ASPECTS = (
     {"target_hidden_size"},
     {"vocab_size"},
@@ -43,15 +43,15 @@ _NOT_SHOWN |= {"problem_type", "tie_word_embeddings", "rope_parameters", "_name_
 
 @dataclass(frozen=True)
 class Inspection:
-    """A head looked at; `str()` is the report.
+    """The result of an inspection; `str()` returns it as a report.
 
     Attributes:
         path: Folder or repository of the head.
-        described: What its files say.
-        config: The same as the config that loading would build; layer ids are settled where a target was given.
-        problems: Why it cannot be loaded, or does not fit the target; empty if all is well.
-        target_name: What it was compared with, if anything.
-        target_layers: Decoder blocks of that target.
+        described: The description of its files.
+        config: The config that loading would build; with a target, its layer ids are known.
+        problems: Why the head cannot be loaded, or does not fit the target; empty if there is no problem.
+        target_name: The target that the head was compared with, if any.
+        target_layers: Number of decoder blocks of that target.
     """
 
     path: str
@@ -63,13 +63,13 @@ class Inspection:
 
     @property
     def own_parameters(self) -> int:
-        """Parameters in the file."""
+        """Number of parameters in the file."""
         tensors = self.described.tensors
         return sum(math.prod(info.shape) for name, info in tensors.items() if name not in _VOCABULARY)
 
     @property
     def borrowed(self) -> dict[str, int]:
-        """Parts that the target lends, and their parameters."""
+        """The parts that the head borrows from the target, and their numbers of parameters."""
         size, config = self.config.vocab_size * self.config.hidden_size, self.config
         lent = {"embedding": not config.own_embeddings, "output layer": not config.own_lm_head}
         return {part: size for part, is_lent in lent.items() if is_lent}
@@ -84,15 +84,15 @@ class Inspection:
 def inspect_head(
     path: str | os.PathLike, target: str | os.PathLike | PreTrainedModel | None = None, **kwargs: Any
 ) -> Inspection:
-    """Look at a head without loading its weights.
+    """Inspect a head without loading its weights.
 
     Args:
-        path: Folder or Hub id of the head, in any layout that loads.
+        path: Folder or Hub id of the head, in any published format that loads.
         target: Folder or Hub id of a target, of which only the config is read, or a model.
-        kwargs: Of `from_pretrained`; names of config fields override the file's, as they do at load.
+        kwargs: Further arguments of `from_pretrained`; config fields override those of the file, as they do at load.
 
     Raises:
-        HeadFormatError: not an EAGLE-3 head, or one that contradicts itself.
+        HeadFormatError: this is not an EAGLE-3 head, or its files contradict each other.
     """
     hub = {name: kwargs[name] for name in _FOR_BOTH if name in kwargs}
     described = describe_head(path, **kwargs)
@@ -118,22 +118,22 @@ def _own_problems(config: Eagle3DraftConfig, described: HeadDescription) -> list
 
 
 def _without_weights(target: str | os.PathLike, hub: dict[str, Any]) -> PreTrainedModel:
-    """The model of a config, on the meta device: its modules and none of its numbers."""
+    """Build the target on the meta device, that is, without weights."""
     config = AutoConfig.from_pretrained(target, **hub)
     with torch.device("meta"):
         return model_class(config).from_config(config)
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The auto class that makes a target of this config: of a text model, or of one that reads images too."""
+    """Return the auto class that loads a target with this config: a text model, or one that also reads images."""
     known = type(config) in AutoModelForCausalLM._model_mapping
     return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
 
 def _misfits(config: Eagle3DraftConfig, target: PreTrainedModel) -> list[str]:
-    """Everything that `check_target` would refuse, one aspect at a time, since it stops at the first.
+    """Return everything that `check_target` rejects, by checking one aspect at a time, since it stops at the first.
 
-    What it settles (layer ids that the file left open) is settled in `config`.
+    Layer ids that the file leaves open are set in `config`.
     """
     text_config = target.config.get_text_config()
     fitting = {
@@ -169,11 +169,11 @@ def _complaint(check, *args) -> list[str]:
 
 
 def where(layer_id: int, num_layers: int | None = None) -> str:
-    """A `hidden_states` index in words.
+    """Describe a `hidden_states` index.
 
     Args:
         layer_id: The index; -1 is the state after the final norm.
-        num_layers: Blocks of the target, if known.
+        num_layers: Number of the target's blocks, if known.
     """
     if layer_id == -1:
         return "output of the last block after the final norm"
@@ -191,7 +191,7 @@ def _summary(found: Inspection) -> str:
     return "\n".join(
         [
             f"head           {found.path}",
-            f"dialect        {found.described.dialect}",
+            f"format         {found.described.format_name}",
             f"parameters     {_count(size)} in the file, {str(config.dtype).removeprefix('torch.')}",
             f"borrows        {', '.join(lent) or 'nothing'}",
             f"drafts         {share} of a vocabulary of {config.vocab_size}",
@@ -216,21 +216,21 @@ def _rope(config: Eagle3DraftConfig) -> str:
 
 
 def _reading(found: Inspection) -> list[str]:
-    """The table layer id -> hidden_states index -> block."""
+    """Return the table of layer ids with what they are."""
     config, ids = found.config, found.config.target_layer_ids
     states = "1 state" if config.num_captured_layers == 1 else f"{config.num_captured_layers} states"
     line = f"reads          {states} of a target of width {config.target_hidden_size}"
     if ids is None:
-        return [f"{line}; its file names no layers: [2, L // 2, L - 3] of a target of L blocks is used"]
+        return [f"{line}; its file names no layers: [2, L // 2, L - 3] of a target with L blocks are used"]
     stated = found.described.fields.get("target_layer_ids")
     if stated is None and config.use_aux_hidden_state:
-        line += f"; its file names no layers: the reference's rule for {found.target_layers} blocks"
+        line += f"; its file names no layers: the reference's rule for {found.target_layers} blocks is used"
     elif stated not in (None, ids):
-        line += f"; its file's numbers were taken for {stated} until this target said otherwise"
+        line += f"; its file's numbers were read as {stated} until compared with this target"
     elif config.guessed_layer_ids:
-        line += "; what its file's numbers mean is a guess, see notes"
-    rows = [f"    {i:>4}  {f'hidden_states[{i}]':<20} {where(i, found.target_layers)}" for i in ids]
-    return [line, f"    {'id':>4}  {'index':<20} block", *rows]
+        line += "; what its file's numbers mean was guessed, see notes"
+    lines = [f"    {i:>4}  {f'hidden_states[{i}]':<20} {where(i, found.target_layers)}" for i in ids]
+    return [line, f"    {'id':>4}  {'index':<20} block", *lines]
 
 
 def _fields(config: Eagle3DraftConfig) -> list[str]:

@@ -1,9 +1,10 @@
-"""The paper's ablation at a small scale: what training-time test and fused features are each worth, in tau.
+"""The paper's ablation at a small scale: the effect of training-time test and of fused features on tau.
 
     python examples/ablation.py --target HuggingFaceTB/SmolLM2-135M-Instruct --chats chats.jsonl --max-steps 600
 
-Trains one head for each row of the table, from the same seed, on the same chats in the same order, and decodes the
-same held-out prompts with each. `chats.jsonl` should be the target's own words (`eagle3-hf datagen`).
+The script trains four heads from the same seed, on the same chats in the same order, and decodes the same held-out
+prompts with each. The target should have written `chats.jsonl` (`eagle3-hf datagen`). Tau is the mean acceptance
+length.
 """
 
 import argparse
@@ -20,9 +21,9 @@ from eagle3_hf.training.data.encoding import load_chats, prepare_dataset
 from eagle3_hf.utils.devices import own_device
 
 
-# EAGLE and EAGLE-2 weigh the tokens by 0.1 and the regression by 1.
+# EAGLE and EAGLE-2 weight the token loss with 0.1 and the regression with 1.
 EAGLE2_REGRESSION = 10.0
-ROWS: list[tuple[str, bool, dict[str, Any]]] = [  # name, only the top feature, training arguments
+HEADS: list[tuple[str, bool, dict[str, Any]]] = [  # name, only the top feature, training arguments
     ("EAGLE-2: feature regression", True, {"ttt_steps": 1, "feature_loss_weight": EAGLE2_REGRESSION}),
     ("no training-time test", True, {"ttt_steps": 1}),
     ("+ training-time test", True, {}),
@@ -33,16 +34,16 @@ ROWS: list[tuple[str, bool, dict[str, Any]]] = [  # name, only the top feature, 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True, help="folder or Hub id of the target")
-    parser.add_argument("--chats", required=True, help="JSONL of `messages`, best written by the target itself")
-    parser.add_argument("--workdir", type=Path, default=Path("runs/ablation"), help="the heads, one folder a row")
+    parser.add_argument("--chats", required=True, help="JSONL of `messages`, preferably written by the target")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/ablation"), help="folder for the heads")
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--held-out", type=int, default=64, help="chats to measure on, not trained on")
-    parser.add_argument("--prompts", type=int, default=16, help="how many of them to decode")
+    parser.add_argument("--held-out", type=int, default=64, help="chats to measure on, excluded from training")
+    parser.add_argument("--prompts", type=int, default=16, help="number of held-out chats to decode")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--max-steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--ttt-steps", type=int, default=5, help="steps of the rows with training-time test")
+    parser.add_argument("--ttt-steps", type=int, default=5, help="steps of the heads with training-time test")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -58,30 +59,36 @@ def main() -> None:
 
 
 def ablate(target, tokenizer, chats, options: argparse.Namespace) -> list[tuple[str, float, float]]:
-    """Train and measure every row: its name, tau, and the acceptance length that its accuracies promise a chain."""
+    """Train and measure every head.
+
+    Returns:
+        For each head its name, tau, and the acceptance length of a chain that its accuracies predict.
+    """
     check_workdir(options)
     chats = load_chats(chats)
     split = len(chats) - options.held_out
     if split < 1:
-        raise ValueError(f"there are {len(chats)} chats, and {options.held_out} are to be held out: none is left")
+        raise ValueError(
+            f"there are {len(chats)} chats, of which {options.held_out} are to be held out: none is left to train on"
+        )
     train, held_out = (
-        prepare_dataset(chats.select(rows), tokenizer, max_length=options.max_length)
-        for rows in (range(split), range(split, len(chats)))
+        prepare_dataset(chats.select(part), tokenizer, max_length=options.max_length)
+        for part in (range(split), range(split, len(chats)))
     )
     prompts = [chats[split + i] for i in range(min(options.prompts, options.held_out))]
     measure = MeasureTau(prompts, tokenizer, max_new_tokens=options.new_tokens)
     results = []
-    for number, (name, only_top, overrides) in enumerate(ROWS):
+    for number, (name, only_top, overrides) in enumerate(HEADS):
         print(f"{name} ...", flush=True)
-        draft = train_row(target, tokenizer, train, only_top, overrides, options, number)
+        draft = train_head(target, tokenizer, train, only_top, overrides, options, number)
         emitted, rounds = measure.measure(draft.eval(), target)
-        promised = evaluate(draft, target, tokenizer, held_out, options)
-        results.append((name, emitted / max(rounds, 1), promised))
+        predicted = evaluate(draft, target, tokenizer, held_out, options)
+        results.append((name, emitted / max(rounds, 1), predicted))
     return results
 
 
 def check_workdir(options: argparse.Namespace) -> None:
-    """A run goes on where it stopped, with the same options only."""
+    """Check that the folder is new or belongs to a run with the same options, which is then resumed."""
     trained_with = ("chats", "draft_vocab_size", "max_length", "held_out", "max_steps", "batch_size", "ttt_steps")
     given = {name: str(getattr(options, name, None)) for name in (*trained_with, "learning_rate", "seed", "target")}
     options.workdir.mkdir(parents=True, exist_ok=True)
@@ -93,10 +100,10 @@ def check_workdir(options: argparse.Namespace) -> None:
     file.write_text(json.dumps(given, indent=1))
 
 
-def train_row(
+def train_head(
     target, tokenizer, dataset, only_top: bool, overrides: dict[str, Any], options: argparse.Namespace, number: int
 ) -> Eagle3DraftModel:
-    """One head, saved in `workdir/NUMBER` and read from there if it is there already."""
+    """Train one head and save it in `workdir/NUMBER`, or load it if it is there already."""
     folder = options.workdir / str(number)
     if (folder / "config.json").exists():
         return Eagle3DraftModel.from_pretrained(folder, dtype=torch.float32).to(target.device).bind(target)
@@ -106,12 +113,12 @@ def train_row(
     trainer = new_trainer(draft, target, tokenizer, options, train_dataset=dataset, **overrides)
     trainer.train()
     draft.save_pretrained(folder.with_suffix(".partial"))
-    folder.with_suffix(".partial").rename(folder)  # whole or not at all
+    folder.with_suffix(".partial").rename(folder)  # complete or not at all
     return draft
 
 
 def evaluate(draft, target, tokenizer, dataset, options: argparse.Namespace) -> float:
-    """Every row by the same number of steps, however many it was trained with."""
+    """Evaluate a head with the same number of steps, whatever it was trained with."""
     trainer = new_trainer(draft, target, tokenizer, options, eval_dataset=dataset)
     return trainer.evaluate()["eval_simulated_acceptance_length"]
 
@@ -145,9 +152,9 @@ def new_trainer(
 
 
 def table(results: list[tuple[str, float, float]]) -> str:
-    """In Markdown; tau with the head's default tree, then what a chain is promised."""
+    """Return a Markdown table: tau with the head's default tree, and the predicted length of a chain."""
     lines = ["| trained with | tau (tree) | simulated (chain) |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {tau:.2f} | {promised:.2f} |" for name, tau, promised in results)])
+    return "\n".join([*lines, *(f"| {name} | {tau:.2f} | {predicted:.2f} |" for name, tau, predicted in results)])
 
 
 if __name__ == "__main__":

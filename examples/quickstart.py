@@ -1,9 +1,9 @@
-"""EAGLE-3 on a real model in one command: the same text, sooner.
+"""EAGLE-3 on a real model in one command: the same output, sooner.
 
     python examples/quickstart.py
 
-Gets the demo target (or `--target FOLDER_OR_HUB_ID`), loads the head that lies beside this file (or `--head`), and
-answers five prompts with and without it in turn. Accepted drafts are printed in colour.
+The script loads the demo target (or `--target FOLDER_OR_HUB_ID`) and the demo head (or `--head`), and answers five
+prompts with and without it in turn. Accepted tokens are printed in colour.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PROMPTS = [
 
 
 class ColouredStreamer(BaseStreamer):
-    """Prints each round when it ends: accepted drafts green, the target's own token as it is."""
+    """Prints each round when it ends: accepted tokens in green, the target's own token in the usual colour."""
 
     def __init__(self, tokenizer, colour: bool):
         self.tokenizer = tokenizer
@@ -52,7 +52,7 @@ class ColouredStreamer(BaseStreamer):
 
     def end_round(self, accepted: int) -> None:
         drafted, own = self.pending[:-1], self.pending[-1:]
-        first = len(drafted) - accepted  # what the prefill emitted before the first round is no draft
+        first = len(drafted) - accepted  # the prefill emitted a token before the first round
         self._show(drafted[:first], green=False)
         self._show(drafted[first:], green=True)
         self._show(own, green=False)
@@ -70,10 +70,10 @@ class ColouredStreamer(BaseStreamer):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", dest="model", help="folder or Hub id (default: the demo target)")
+    parser.add_argument("--target", dest="model", help="folder or Hub id of the target (default: the demo target)")
     parser.add_argument("--head", default=str(HEAD), help="folder or Hub id of the draft head")
     add_placement(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="length of the answers (default: 128)")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
 
@@ -95,20 +95,27 @@ def main() -> None:
         )
         total.comparisons.append(result)
         report(result)
-    print(f"All: {total.speedup:.2f}x, tau {total.tau:.2f}, {total.equal} of {len(PROMPTS)} texts equal id by id")
+    print(
+        print(
+            f"All: {total.speedup:.2f}x, mean acceptance length (tau) {total.tau:.2f}, equal ids in {total.equal} of "
+            f"{len(PROMPTS)} texts"
+        )
+    )
     if total.differences and all(difference.is_near_tie for difference in total.differences):
-        print(f"The others part where rounding in {target.dtype} decides a tie; --dtype float32 shows them equal.")
+        print(
+            f"The others differ where rounding in {target.dtype} decides a tie; with --dtype float32 they are equal."
+        )
 
 
 def report(result) -> None:
-    """Tokens per second, speed-up, tau, where the time goes, and whether the ids are equal."""
+    """Print tokens per second, speed-up, mean acceptance length, shares of the time, and whether the ids are equal."""
     plain, assisted, stats = result.plain, result.assisted, result.stats
     rates = len(plain.tokens) / plain.seconds, len(assisted.tokens) / assisted.seconds
     spent = stats.draft_seconds + stats.verify_seconds + stats.other_seconds or 1.0
     shares = [100 * part / spent for part in (stats.draft_seconds, stats.verify_seconds, stats.other_seconds)]
     print(
         f"  plain {rates[0]:.1f} tokens/s, with the head {rates[1]:.1f}: {rates[1] / rates[0]:.2f}x; "
-        f"tau {stats.tau:.2f} (tokens a target pass); time: draft {shares[0]:.0f} %, verify {shares[1]:.0f} %, "
+        f"tau {stats.tau:.2f} (tokens per target pass); time: draft {shares[0]:.0f} %, verify {shares[1]:.0f} %, "
         f"other {shares[2]:.0f} %"
     )
     if result.equal:

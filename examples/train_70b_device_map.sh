@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# An EAGLE-3 head for a 70B target on one machine of 8 GPUs of 80 GB, from prompts to a head with its card:
+# Trains an EAGLE-3 head for a 70B target on one machine with 8 GPUs of 80 GB, from prompts to a head with its card:
 #     SERVER=http://localhost:8000/v1 bash examples/train_70b_device_map.sh
-# SERVER serves the target while the answers are written (`vllm serve MODEL --tensor-parallel-size 8`, say): several
-# times faster than this process could. Stop it when the script says so. Without SERVER the target is loaded here.
-# Every step resumes. Options go to `eagle3-hf train`.
+# SERVER serves the target while the answers are written (such as `vllm serve MODEL --tensor-parallel-size 8`), which is
+# several times faster than this process. Stop it when the script says so. Without SERVER the target is loaded here.
+# The same command resumes an interrupted run. Options are passed on to `eagle3-hf train`.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 target=${TARGET:-meta-llama/Llama-3.3-70B-Instruct}

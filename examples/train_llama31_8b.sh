@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# An EAGLE-3 head for Llama-3.1-8B-Instruct, from prompts to a head with its card, and the same head for vLLM:
+# Trains an EAGLE-3 head for Llama-3.1-8B-Instruct, from prompts to a head with its card, and exports it for vLLM:
 #     bash examples/train_llama31_8b.sh           # one GPU of 80 GB
-#     GPUS=8 bash examples/train_llama31_8b.sh    # eight, each with its own target
-# Every step resumes, so an interrupted run is started again by the same command. Options go to `eagle3-hf train`.
+#     GPUS=8 bash examples/train_llama31_8b.sh    # eight GPUs, each with its own copy of the target
+# The same command resumes an interrupted run. Options are passed on to `eagle3-hf train`.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 target=${TARGET:-meta-llama/Llama-3.1-8B-Instruct}
@@ -17,7 +17,7 @@ if [ "$gpus" -gt 1 ]; then
     launch=(accelerate launch --config_file "$here/configs/ddp.yaml" --num_processes "$gpus" -m eagle3_hf.cli)
 fi
 
-# The target answers the prompts itself: a head should learn its words, not another model's.
+# The target itself answers the prompts: a head should be trained on its output, not on another model's.
 "${launch[@]}" datagen "$target" "$work/chats.jsonl" --prompts "$prompts" --max-new-tokens "${NEW_TOKENS:-1024}" \
     --batch-size "${BATCH:-64}"
 "${launch[@]}" train "$here/configs/llama31_8b.yaml" --target "$target" --train_data "$work/chats.jsonl" \

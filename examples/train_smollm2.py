@@ -1,9 +1,9 @@
-"""Train the demo head: an EAGLE-3 head for SmolLM2-135M-Instruct, on chats that it wrote itself.
+"""Trains the demo head: an EAGLE-3 head for SmolLM2-135M-Instruct, on chats that this target wrote.
 
     python examples/train_smollm2.py --chats chats.jsonl --workdir runs/smollm2
 
-`chats.jsonl` comes from `eagle3-hf datagen` (without `--chats`, some are written first). The target runs once over the
-chats and its features are stored; everything resumes where it stopped when the same command is run again.
+`eagle3-hf datagen` writes `chats.jsonl` (without `--chats`, some are written first). The target runs once over the
+chats and its features are stored. The same command resumes an interrupted run.
 """
 
 import argparse
@@ -26,7 +26,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", help="folder or Hub id of the target (default: the demo target)")
     parser.add_argument("--chats", type=Path, help="JSONL of `messages` written by the target")
     parser.add_argument("--num-chats", type=int, default=2000, help="chats to write when --chats is not given")
-    parser.add_argument("--workdir", type=Path, default=Path("runs/smollm2"), help="features and checkpoints")
+    parser.add_argument(
+        "--workdir", type=Path, default=Path("runs/smollm2"), help="folder for features and checkpoints"
+    )
     parser.add_argument("--output", type=Path, help="folder of the finished head (default: WORKDIR/head)")
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     parser.add_argument("--max-length", type=int, default=512)
@@ -40,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def stored_features(arguments: argparse.Namespace, target, tokenizer, layer_ids: list[int]) -> Path:
-    """The target's features of every chat, stored once."""
+    """Store the target's features of every chat once, and return their folder."""
     chats = arguments.chats or arguments.workdir / "chats.jsonl"
     if arguments.chats is None:
         synthesize(target, tokenizer, chats, arguments.num_chats)

@@ -1,10 +1,16 @@
-"""What every test runs under: no network, few threads, fixed seeds, and no deprecated call of transformers."""
+"""What every test runs under: no network, few threads, fixed seeds, and no deprecated call of transformers.
+
+Tests with the marker `pairwise` have several parameters that are independent of each other. Of the product of all
+their levels only a pairwise design is run, in which every two levels meet (see `support.pairwise`); `--all-settings`
+runs the full product, as `.ci/full` does. A case that is selected by its name is run in any case.
+"""
 
 import logging
 import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 # Read when the libraries are imported, so before them. A test that may download says so with the marker `network`.
@@ -16,6 +22,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from support.pairwise import pairwise
+
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -26,7 +34,10 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all-settings", action="store_true", help="losslessness: every prompt with every row of the settings table"
+        "--all-settings",
+        action="store_true",
+        help="full products of parameters in place of pairwise designs; slow losslessness tests: every prompt with "
+        "every row of the settings table",
     )
     parser.addoption("--random-calls", type=int, default=60, help="how many random calls to make")
     parser.addoption("--first-call", type=int, default=0, help="seed of the first random call")
@@ -35,6 +46,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def all_settings(request: pytest.FixtureRequest) -> bool:
     return request.config.getoption("--all-settings")
+
+
+@pytest.hookimpl(trylast=True)  # when -k and -m have selected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Thin the tests marked `pairwise`."""
+    if config.getoption("--all-settings"):
+        return
+    tests: dict[tuple, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    left_out: dict[pytest.Item, None] = {}  # in order
+    for cases in tests.values():
+        levels = [{name: id(level) for name, level in case.callspec.params.items()} for case in cases]
+        chosen = set(pairwise(levels))
+        left_out |= {case: None for place, case in enumerate(cases) if place not in chosen}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, give each process a run of neighbouring tests, which share what has been computed once."""
+    if config.getoption("dist") == "load":  # the default of -n
+        from xdist.scheduler import WorkStealingScheduling
+
+        return WorkStealingScheduling(config, log)
+    return None
 
 
 def pytest_configure() -> None:

@@ -1,1 +1,1 @@
-"""The sub-commands of `eagle3-hf`, one module each: `add` declares its arguments, `run` does the job."""
+"""The sub-commands of `eagle3-hf`, one module each: `add` declares the arguments, `run` executes the command."""

@@ -1,6 +1,4 @@
-"""`eagle3-hf bench`: speed-up and acceptance of a head, or the cost of a round."""
-
-from __future__ import annotations
+"""`eagle3-hf bench`: measures speed-up and acceptance of a head, or the cost of a round."""
 
 import argparse
 
@@ -9,31 +7,45 @@ from .placement import add_placement, load_target
 from .values import count, not_negative, path, place
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command and its arguments."""
     parser = commands.add_parser(
         "bench",
         help="measure speed-up and acceptance of a head, or the cost of a round",
-        description="Plain and assisted decoding in turn on questions; with --round-cost, medians of single rounds.",
+        description="Run ordinary and assisted decoding in turn on questions; with --round-cost, measure the median "
+        "time of single rounds.",
         formatter_class=Defaults,
     )
     parser.add_argument("model", metavar="MODEL", type=place, help="target: a local folder or a Hub id")
     parser.add_argument(
-        "head", metavar="HEAD", type=place, help="draft head: a local folder or a Hub id; `random` for a new one"
+        "head", metavar="HEAD", type=place, help="draft head: a local folder or a Hub id, or `random` for a new one"
     )
-    parser.add_argument("--tasks", type=path, help="folder of JSONL files of questions with `turns`, one file a task")
-    parser.add_argument("--questions", type=count, default=10, help="of each task")
-    parser.add_argument("--max-new-tokens", type=count, default=128)
     parser.add_argument(
-        "--temperature", type=not_negative, default=0.0, help="0 is greedy; else sampled from equal seeds"
+        "--tasks", type=path, help="folder of JSONL files of questions with `turns`, one file per task"
     )
-    parser.add_argument("--ignore-noise", action="store_true", help="when sampling, draft without the known noise")
-    parser.add_argument("--tree", action="append", help="nodes/depth/top_k, such as 15/4/4; repeat for several")
-    parser.add_argument("--round-cost", action="store_true", help="measure rounds of each --tree against plain steps")
+    parser.add_argument("--questions", type=count, default=10, help="number of questions per task")
+    parser.add_argument("--max-new-tokens", type=count, default=128, help="length of the answers")
+    parser.add_argument(
+        "--temperature",
+        type=not_negative,
+        default=0.0,
+        help="0 for greedy decoding; otherwise both sample from the same seeds",
+    )
+    parser.add_argument("--no-coupling", action="store_true", help="when sampling, draft without coupled sampling")
+    parser.add_argument(
+        "--tree",
+        action="append",
+        help="size of the tree as nodes/depth/top_k, such as 15/4/4; repeat to compare several",
+    )
+    parser.add_argument(
+        "--round-cost", action="store_true", help="measure a round of each --tree against a step of ordinary decoding"
+    )
     add_placement(parser)
     parser.set_defaults(run=run, resumes=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -45,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     trees = [report.parse_tree(tree) for tree in arguments.tree or []]
     if arguments.tasks is None and not arguments.round_cost:
-        raise ValueError("name a folder of questions with --tasks, or ask for --round-cost")
+        raise ValueError("there is nothing to measure: name a folder of questions with --tasks, or pass --round-cost")
     if not arguments.round_cost:
-        load_tasks(arguments.tasks, arguments.questions)  # a broken file shall not cost the loading of the target
+        load_tasks(arguments.tasks, arguments.questions)  # a broken file is found before the target is loaded
     logging.disable_progress_bar()
     target = load_target(arguments)
     if arguments.head == "random":
@@ -67,6 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
     chosen: list[report.Tree | None] = [*trees] or [None]
     for tree in chosen:
         report.print_tasks(
-            target, draft, tokenizer, arguments.tasks, arguments.questions, tree, arguments.ignore_noise, options
+            target, draft, tokenizer, arguments.tasks, arguments.questions, tree, arguments.no_coupling, options
         )
     return 0

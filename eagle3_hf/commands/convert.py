@@ -1,6 +1,4 @@
-"""`eagle3-hf convert`: write a head in the layout that a serving engine loads."""
-
-from __future__ import annotations
+"""`eagle3-hf convert`: writes a head in the format that a serving engine loads."""
 
 import argparse
 from pathlib import Path
@@ -12,23 +10,28 @@ from .settings import add_settings, fields
 from .values import check_output_folder, path, place
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command and its arguments."""
     parser = commands.add_parser(
         "convert",
-        help="write a head in the layout that a serving engine loads",
-        description="Load a head of any layout and write it for one engine, or in our own layout. What the engine "
-        "cannot express is refused by name, before anything is written.",
+        help="write a head in the format that a serving engine loads",
+        description="Load a head of any published format and write it for one engine, or in this package's format. A "
+        "head that the engine cannot run is rejected, with every reason, before anything is written.",
         formatter_class=Defaults,
     )
     parser.add_argument("head", metavar="HEAD", type=place, help="draft head: a local folder or a Hub id")
     parser.add_argument("output", metavar="OUT", type=path, help="folder to write to")
-    parser.add_argument("--to", required=True, choices=["vllm", "sglang", "speculators", "eagle3-hf"])
-    add_dtype(parser, default="auto", help="of OUT; auto is as it is")
     parser.add_argument(
-        "--target", type=place, help="local folder or Hub id; its weights are read only where OUT needs them"
+        "--to", required=True, choices=["vllm", "sglang", "speculators", "eagle3-hf"], help="format to write"
+    )
+    add_dtype(parser, default="auto", help="data type in which OUT is written; auto keeps the head's")
+    parser.add_argument(
+        "--target", type=place, help="target: a local folder or a Hub id; its weights are read only if OUT needs them"
     )
     parser.add_argument(
-        "--verifier", type=place, help="name of the target to write for speculators (default: the head's, TARGET)"
+        "--verifier",
+        type=place,
+        help="name of the target to record for speculators (default: TARGET, or the name that the head records)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
     add_settings(parser)
@@ -36,6 +39,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     from transformers import AutoConfig
 
     from .. import Eagle3DraftModel
@@ -69,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Files of a folder, with what a rewriting changes."""
+    """Return the files of a folder with what changes when one is written again."""
     if not folder.is_dir():
         return {}
     stats = {file.name: file.stat() for file in folder.iterdir()}

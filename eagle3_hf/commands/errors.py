@@ -1,6 +1,4 @@
-"""Errors as one line for a terminal: what is wrong and the way out, without internals."""
-
-from __future__ import annotations
+"""Turns errors into one line for a terminal: what is wrong and what to do, without internals."""
 
 import errno
 import re
@@ -20,29 +18,29 @@ _EXPECTED = (OSError, RuntimeError, ValueError, ImportError)  # what our own che
 
 
 def in_words(error: Exception, places: Sequence[str] = ()) -> str:
-    """What to print of an error that ended a command.
+    """Return what to print for an error that ended a command.
 
     Args:
-        error: Any; one that no check of ours raised is named as unexpected, with the way to its traceback.
+        error: Any error. One that no check raised is reported as unexpected, with the option that shows its traceback.
         places: Folders or Hub ids that the command was given.
     """
-    ours = type(error).__module__.startswith("eagle3_hf")  # lists of reasons, one a line
+    ours = type(error).__module__.startswith("eagle3_hf")  # may list reasons on several lines
     text = str(error) if ours else " ".join(_text(error).split())
     if _is_full(error):
-        return f"the disk is full: {text}. Make room and run the same command again; it goes on where it can"
+        return f"the disk is full: {text}. Make room and run the same command again; it resumes where it can"
     if not isinstance(error, ServerError) and _OFFLINE.search(f"{type(error).__name__} {text}"):
         return _unreachable(places, text)
     if text.startswith("Couldn't instantiate the backend tokenizer") and places:
         return f"{places[0]} has no tokenizer that transformers can load: {text}"
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"{error.name} is missing ({text}): pip install {error.name}"
+        return f"{error.name} is not installed ({text}): pip install {error.name}"
     if not isinstance(error, _EXPECTED) or not text:
         return f"unexpected {type(error).__name__}: {text} (eagle3-hf --traceback COMMAND ... shows where)"
     return text
 
 
 def _text(error: Exception) -> str:
-    """A KeyError's text is the key as Python writes it, in quotes; transformers raises some with a sentence."""
+    """Return the error's text. Python puts that of a KeyError in quotes, also where it is a sentence."""
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
@@ -55,10 +53,10 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def _unreachable(places: Sequence[str], text: str) -> str:
-    """With the place that the error names, else the first that is not here: transformers may leave its name out."""
+    """Name the place that could not be reached. If the error does not name it, it is the first that is not local."""
     absent = [place for place in places if not exists(place.partition(":")[0])]
     named = [place for place in absent if place in text]
     if not absent:
         return f"the Hub cannot be reached: {text}"
     place = (named or absent)[0]
-    return f"{place} is no folder or file here, and the Hub cannot be reached: check the name, or the network"
+    return f"{place} is not a local folder or file, and the Hub cannot be reached: check the name, or the network"

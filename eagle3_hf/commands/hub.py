@@ -1,6 +1,4 @@
-"""Hub ids where the Hub cannot be reached: what is cached is used, and what is not fails in seconds."""
-
-from __future__ import annotations
+"""Handles an unreachable Hub: cached files are used, and anything else fails within seconds."""
 
 import os
 import socket
@@ -12,15 +10,15 @@ from urllib.parse import urlsplit
 from .models import exists
 
 
-_SECONDS = 5.0  # to wait for the Hub; its client would try each file again for half a minute
+_SECONDS = 5.0  # to wait for the Hub; its client retries each file for half a minute
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def stay_offline_where_unreachable(places: Iterable[str]) -> None:
-    """Put the Hub's client into its offline mode if one of these is not here and the Hub does not answer.
+    """Put the Hub's client into offline mode if one of the places is not local and the Hub does not answer.
 
     Args:
-        places: Folders, files or Hub ids (`name:split`), as the command was given them.
+        places: Folders, files or Hub ids (`name:split`), as given to the command.
     """
     from huggingface_hub import constants
 
@@ -30,14 +28,14 @@ def stay_offline_where_unreachable(places: Iterable[str]) -> None:
     if _answers(constants.ENDPOINT):
         return
     print(
-        f"{constants.ENDPOINT} cannot be reached: of {', '.join(absent)} only what is cached is used", file=sys.stderr
+        f"{constants.ENDPOINT} cannot be reached: for {', '.join(absent)} only cached files are used", file=sys.stderr
     )
     constants.HF_HUB_OFFLINE = True
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, datasets say
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for packages that are imported later, such as datasets
 
 
 def _answers(endpoint: str) -> bool:
-    """Whether a connection to it opens in time; looking up its name knows no time limit, so a thread does it."""
+    """Whether a connection opens in time. A thread does it, since the lookup of the name has no time limit."""
     address = urlsplit(endpoint)
     port = address.port or (80 if address.scheme == "http" else 443)
     opened = threading.Event()

@@ -1,6 +1,4 @@
-"""Names of models, looked at before anything is loaded or asked of the Hub."""
-
-from __future__ import annotations
+"""Checks the names of models before anything is loaded or requested from the Hub."""
 
 import json
 from collections.abc import Iterable
@@ -8,7 +6,7 @@ from pathlib import Path
 
 
 def exists(place: str) -> bool:
-    """Whether it is here; a name that no file can have is not."""
+    """Whether a local file or folder of this name exists; a name that no file can have is not an error."""
     try:
         return Path(place).exists()
     except (OSError, ValueError):
@@ -16,13 +14,13 @@ def exists(place: str) -> bool:
 
 
 def check_targets(places: Iterable[str | None]) -> None:
-    """Refuse what can be no target: transformers would say it by a TypeError, or without the name.
+    """Reject names that cannot be targets, for which transformers raises a TypeError or an error without the name.
 
     Args:
-        places: Local folders or Hub ids; `None` is passed over.
+        places: Local folders or Hub ids; `None` is skipped.
 
     Raises:
-        ValueError: naming the place, and what was expected.
+        ValueError: a name cannot be a target; the message names it and what was expected.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -42,13 +40,13 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"{folder} is a file: expected the folder of a model, or a Hub id")
     config = folder / "config.json"
     if not config.is_file():
-        # A tokenizer is enough for some commands, and adapters name their model.
+        # A tokenizer is enough for some commands, and an adapter names its model.
         if any(folder.glob("tokenizer*")) or (folder / "adapter_config.json").is_file():
             return
         raise ValueError(f"{folder} has no config.json: it is not the folder of a model")
     try:
         known = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{config} is no JSON ({error})") from None
+        raise ValueError(f"{config} is not valid JSON ({error})") from None
     if not isinstance(known, dict):
-        raise ValueError(f"{config} is no config: expected a JSON object, found a {type(known).__name__}")
+        raise ValueError(f"{config} is not a config: expected a JSON object, found a {type(known).__name__}")

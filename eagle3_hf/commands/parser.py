@@ -1,6 +1,4 @@
-"""Parsers that suggest the option, or the command, that was meant."""
-
-from __future__ import annotations
+"""A parser that suggests the option or command that was probably meant."""
 
 import argparse
 import difflib
@@ -10,23 +8,23 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """An option may be spelt with underscores or hyphens; one that does not exist is refused with the nearest."""
+    """Accepts options with underscores or hyphens, and suggests the nearest name for one that does not exist."""
 
     _words: Sequence[str] = ()
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Any, list[str]]:
-        self._words = [self._spelt(word) for word in (sys.argv[1:] if args is None else args)]
+        self._words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
         namespace, unknown = super().parse_known_args(self._words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Exit status 2; argparse tells of a missing option before it tells of the misspelt one."""
+        """Exit with status 2. The hints name misspelt options, since argparse reports a missing option first."""
         hints = [hint for word in self._words if (hint := self._hint(word))]
         super().error("; ".join([message, *hints]))
 
-    def _spelt(self, word: str) -> str:
+    def _known_spelling(self, word: str) -> str:
         name, equals, value = word.partition("=")
         hyphens = "--" + name[2:].replace("_", "-")
         known = self._option_string_actions
@@ -34,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
     def _hint(self, word: str) -> str | None:
         commands = [name for action in self._actions for name in action.choices or () if action.dest == "command"]
-        if commands:  # what follows is the command's own
+        if commands:  # the words behind a command are parsed by the command
             return None if word != self._words[0] or word in commands else _nearest(word, commands)
         name = word.partition("=")[0]
         if not name.startswith("--") or any(option.startswith(name) for option in self._option_string_actions):

@@ -1,6 +1,4 @@
-"""Values of options: what means nothing is refused when the command line is read, not when it is first used."""
-
-from __future__ import annotations
+"""Types of options: an invalid value is rejected when the command line is parsed, not when it is first used."""
 
 import argparse
 import json
@@ -12,12 +10,12 @@ from typing import Any
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on."""
+    """Parse an integer of at least 1."""
     return _whole(text, 1)
 
 
 def amount(text: str) -> int:
-    """A whole number from 0 on."""
+    """Parse an integer of at least 0."""
     return _whole(text, 0)
 
 
@@ -27,31 +25,31 @@ def _whole(text: str, least: int) -> int:
     except ValueError:
         value = least - 1
     if value < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
     return value
 
 
 def share(text: str) -> float:
-    """A number from 0 to 1."""
+    """Parse a number from 0 to 1."""
     value = _number(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return value
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     value = _number(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text!r}")
     return value
 
 
 def not_negative(text: str) -> float:
-    """A finite number from 0 on."""
+    """Parse a finite number of at least 0."""
     value = _number(text)
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+        raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, got {text!r}")
     return value
 
 
@@ -63,45 +61,45 @@ def _number(text: str) -> float:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Names and values in JSON."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error})") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON ({error})") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object, such as {{"name": 2}}')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"name": 2}}')
     return value
 
 
 def json_or_file(text: str) -> str:
-    """JSON, or the file that holds it; either stays a text."""
+    """Check that the text is a JSON object or the name of a file, and return it unchanged."""
     if text.lstrip().startswith("{"):
         json_object(text)
     elif not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a JSON object nor a file here")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a JSON object nor a local file")
     return text
 
 
 def place(text: str) -> str:
-    """A folder or a Hub id: any name but an empty one."""
+    """Return the name of a folder or a Hub id; it must not be empty."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("an empty name; expected a local folder or a Hub id")
+        raise argparse.ArgumentTypeError("the name is empty; expected a local folder or a Hub id")
     return text
 
 
 def path(text: str) -> Path:
-    """A file or folder: any name but an empty one."""
+    """Parse the name of a file or folder; it must not be empty."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("an empty name; expected that of a file or folder")
+        raise argparse.ArgumentTypeError("the name is empty; expected a file or folder")
     return Path(text)
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines of a text file.
+    """Return the lines of a text file.
 
     Raises:
-        ValueError: it is not UTF-8.
-        OSError: it is not there, or no file.
+        ValueError: the file is not UTF-8.
+        OSError: the file does not exist, or is a folder.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is a folder, not a text file" if path.is_dir() else f"{path}: no such file")
@@ -112,16 +110,16 @@ def read_lines(path: Path) -> list[str]:
 
 
 def check_output_folder(folder: str | os.PathLike) -> None:
-    """Refuse a folder that cannot be made or written to, before any work is done for it.
+    """Check that a folder can be created and written to, before any work is done for it.
 
     Raises:
-        OSError: with the reason.
+        OSError: it cannot; the message gives the reason.
     """
     wanted = Path(folder).absolute()
     nearest = next(place for place in (wanted, *wanted.parents) if place.exists())
     if not nearest.is_dir():
         raise NotADirectoryError(f"{folder} cannot be an output folder: {nearest} is a file")
     try:
-        tempfile.TemporaryFile(dir=nearest).close()  # rights alone do not tell: a file system may be read-only
+        tempfile.TemporaryFile(dir=nearest).close()  # permissions are not enough: the file system may be read-only
     except OSError as error:
         raise OSError(f"{folder} cannot be an output folder: nothing can be written to {nearest} ({error})") from None

@@ -22,7 +22,7 @@ def as_draft(assistant: Any) -> Eagle3DraftModel | None:
     return None
 
 
-def refuse_no_model(assistant: Any) -> None:
+def reject_no_model(assistant: Any) -> None:
     """Refuse what has no forward; transformers would fail on it later, at an attribute that it lacks.
 
     Raises:
@@ -58,7 +58,7 @@ def _in_words(assistant: Any) -> tuple[str, str]:
     return f"a {kind}", '"..."'
 
 
-def refuse_path_of_head(path: str) -> None:
+def reject_path_of_head(path: str) -> None:
     """Refuse a folder or Hub id that holds a head, where transformers would look for a class of its own for it.
 
     Raises:
@@ -75,7 +75,7 @@ def refuse_path_of_head(path: str) -> None:
         )
 
 
-def refuse_lost_head(assistant: Any) -> None:
+def reject_lost_head(assistant: Any) -> None:
     """A published head opened by AutoModel becomes a random model of the class its config claims: say so.
 
     Raises:

@@ -22,20 +22,19 @@ import torch
 
 
 class Noise:
-    """
-    The exponential noise of the coming sampling steps.
+    """The exponential noise of the coming sampling steps.
 
     Args:
-        rows (`int`): batch rows B of the sampled probabilities.
-        vocab_size (`int`): size V of the target's vocabulary.
-        device (`torch.device` or `str`): where the probabilities live; its default generator is followed.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): of the probabilities.
+        batch_size: B of the sampled probabilities.
+        vocab_size: Size V of the target's vocabulary.
+        device: Where the probabilities live; its default generator is followed.
+        dtype: Of the probabilities.
     """
 
     def __init__(
-        self, rows: int, vocab_size: int, device: torch.device | str, dtype: torch.dtype = torch.float32
+        self, batch_size: int, vocab_size: int, device: torch.device | str, dtype: torch.dtype = torch.float32
     ) -> None:
-        self._shape = (rows, vocab_size)
+        self._shape = (batch_size, vocab_size)
         self._device = torch.device(device)
         self._dtype = dtype
         self._real = _default_generator(self._device)
@@ -56,9 +55,8 @@ class Noise:
         return tuple(probs.shape) == self._shape and probs.dtype == self._dtype
 
     def peek(self, step: int) -> torch.Tensor:
-        """
-        The noise `e` `(B, V)` of a step to come, 0 being the next one. The real generator does not move; the tensor is
-        the one `choose` will use, so do not write to it.
+        """The noise `e` `(B, V)` of a step to come, 0 being the next one. The real generator does not move; the tensor
+        is the one that the step will use, so do not write to it.
         """
         return self.peek_at([step])[0]
 
@@ -67,37 +65,9 @@ class Noise:
         self._drop_if_moved()
         return [self._draw_up_to(step) for step in steps]
 
-    def choose(self, probs: torch.Tensor) -> torch.Tensor:
-        """
-        What `torch.multinomial(probs, 1)` would return now, and the generator moves as it would.
-
-        Args:
-            probs (`torch.Tensor` of shape `(B, V)`): the probabilities after all processors.
-
-        Returns:
-            `torch.Tensor` of shape `(B,)`, int64.
-
-        Raises:
-            `ValueError`: shape or dtype is not the one this noise was made for.
-            `RuntimeError`: torch.multinomial's own, for NaN, inf, negative or all-zero probabilities.
-        """
-        if not self.fits(probs):
-            raise ValueError(
-                f"this noise is for probabilities of shape {self._shape} in {self._dtype}, got {tuple(probs.shape)} "
-                f"in {probs.dtype}; make a new `Noise` for them"
-            )
-        winners, valid = self.race(probs, self.peek(0))
-        if not valid:
-            return torch.multinomial(probs, 1).squeeze(-1)
-        if not self.claim():
-            winners, _ = self.race(probs, self.peek(0))
-        self.advance()
-        return winners
-
     @staticmethod
     def race(probs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """
-        The winners `(B,)` of `argmax(probs / noise)`, and whether they are certainly multinomial's.
+        """The winners `(B,)` of `argmax(probs / noise)`, and whether they are certainly multinomial's.
 
         A winner is positive and finite unless the probabilities are invalid (argmax takes NaN for the greatest), save
         for negative ones, which never win: multinomial itself must then say what is wrong, or that all is well.
@@ -113,22 +83,20 @@ class Noise:
         torch.multinomial(probs, 1, generator=torch.Generator(self._real.device))
 
     def claim(self) -> bool:
-        """
-        Move the generator over the next step's noise, as plain sampling would move it, so that nobody else gets it.
+        """Move the generator over the next step's noise, as plain sampling would move it, so that nobody else gets it.
 
         Returns:
-            `bool`: whether that noise is what `peek(0)` gave before. If not, another thread was first: choose with
+            Whether that noise is what `peek(0)` gave before. If not, another thread was first: choose with
             what `peek(0)` gives now.
         """
         self._was_dropped = False
         return self._draws_ahead or self._is_claimed or self._move()
 
     def advance(self) -> bool:
-        """
-        The next step's noise has been used, for some rows perhaps before others.
+        """The next step's noise has been used, for some sequences perhaps before others.
 
         Returns:
-            `bool`: whether it was the same for all of them and nobody else's. If not, other threads have drawn since:
+            Whether it was the same for all of them and nobody else's. If not, other threads have drawn since:
             the step is still to come, and every choice from it on must be made again.
         """
         if self._was_dropped:

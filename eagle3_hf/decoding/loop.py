@@ -1,11 +1,12 @@
-"""The decoding loop: draft a tree a row, verify all in one target pass, walk them by the target's choices, commit.
+"""The decoding loop: propose a tree for each sequence, verify all in one target pass, accept, commit.
 
-Rows of a batch accept different numbers of drafts and so run ahead of each other; where something outside may notice
-that (see `choosing`), or where it is no use, they stay at the same step: the round ends for all with the first row
-that misses. A row that is finished has a chain of known pad tokens for a tree (see `rows`).
+Sequences of a batch accept different numbers of drafts and so run ahead of each other. Where something outside may
+notice that (see `output/emitter.py`), or where it is of no use, they stay in step: the round ends for all with the
+first sequence that misses. A finished sequence writes pad tokens; these are known, so they make a chain that costs no
+draft and is always right.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -16,27 +17,22 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ..acceptance import SpeculationStats
 from ..model.features import FeatureReader, media_token_ids
 from ..model.modeling_eagle3 import Eagle3DraftModel
+from ..model.tree_settings import TreeSettings
 from .draft.candidate import Eagle3Candidate
-from .draft.growth import TreeSettings
-from .draft.inputs import DraftRows, PromptMedia, forget, join, prompt_rows, ragged_rows
-from .draft.sizing import TreeSizer, ranks_on_path, sizer_of
+from .draft.inputs import DraftInputs, PromptMedia
+from .draft.sizing import RoundSizes, TreeSizer, sizer_of
+from .handover import CacheHandover
 from .output.emitter import FURTHEST_AHEAD, TokenEmitter
-from .output.outputs import StepRecord
-from .output.processors import prefix_free_warpers
-from .rows import Rows, depth_of
-from .target.capability import TREE, Ability, Way
+from .output.outputs import Place, StepRecord
+from .output.processors import StopTest, prefix_free_warpers
+from .sequence import Batch
+from .target.capability import TREE, Capability, VerifyMode
 from .target.compiled_code import uncompiled
 from .target.runner import CACHE_KEY, TargetRun, rope_limits
-from .target.synced_gpus import peers_of
+from .target.synced_gpus import synced_gpus_of
 from .target.training_mode import no_random_numbers
 from .tree import DraftTree
 from .verification import Walk
-
-
-# Rounds between two that are watched for what smaller trees would have accepted, where watching costs a wait.
-_ROUNDS_UNWATCHED = 8
-# Committed tokens whose features wait for the draft while nothing is drafted: those of an 8B model take 24 kB each.
-_MOST_UNFED = 256
 
 
 class SpeculativeDecoding:
@@ -47,7 +43,7 @@ class SpeculativeDecoding:
         input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: What `generate`
             hands to a decoding method.
         settings: Size of the tree, or its limits.
-        ability: What the target can verify.
+        capability: What the target can verify.
         synced_gpus: Other processes of torch.distributed take part in every forward.
         clock: Seconds, from any start.
     """
@@ -63,337 +59,280 @@ class SpeculativeDecoding:
         streamer,
         model_kwargs: dict[str, Any],
         settings: TreeSettings,
-        ability: Ability = TREE,
+        capability: Capability = TREE,
         synced_gpus: bool = False,
         clock: Callable[[], float] = perf_counter,
     ):
         self.draft = draft
         self.config = generation_config
         self.settings = settings
-        self._clock = clock
-        self._sizer: TreeSizer | None = None
-        self._size: TreeSettings | None = None  # of this round's trees
-        self._fed = self._rounds = 0  # rows that the draft was fed in this round; rounds
-        self._prefill_seconds = 0.0
         self.stats = SpeculationStats()
-        peers = peers_of(target, draft, input_ids, synced_gpus)
-        self.target = TargetRun(target, generation_config, model_kwargs, ability, peers)
+        self._clock = clock
+        self._prefill_seconds = 0.0
         self._model = target
         self._prompt_mask = model_kwargs.get("attention_mask")
         self._rope_limits = rope_limits(target)
-        self._rows: Rows | None = None
+        self._warpers = prefix_free_warpers(logits_processor)
+        stop = StopTest(stopping_criteria)
+        self.batch = Batch(input_ids, _pad_token_id(generation_config), stop.has_eos)
+        record = StepRecord(generation_config, len(input_ids))
+        sampled = bool(generation_config.do_sample)
+        self.tokens = TokenEmitter(self.batch, logits_processor, stop, streamer, sampled, record)
+        synced = synced_gpus_of(target, draft, input_ids, synced_gpus)
+        self.target = TargetRun(target, generation_config, model_kwargs, self.batch, capability, synced)
+        self._handover = CacheHandover(self.target, self.batch, self.tokens, self._verify, self._chooser)
         self._under_way: tuple[Walk, int] | None = None  # whose tree, of so many nodes, is in the cache
-        # Committed rows that the draft has not been fed yet.
-        self._unfed: list[DraftRows] = []
-        returns_dict = bool(generation_config.return_dict_in_generate)
-        self.warpers = prefix_free_warpers(logits_processor)
-        self.tokens = TokenEmitter(
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            streamer,
-            pad_token_id=pad_token_id(generation_config),
-            do_sample=bool(generation_config.do_sample),
-            record=StepRecord(
-                returns_dict and bool(generation_config.output_scores),
-                returns_dict and bool(generation_config.output_logits),
-                returns_dict and bool(generation_config.output_hidden_states),
-                returns_dict and bool(generation_config.output_attentions),
-            ),
-        )
 
     def run(self):
-        """Decode; returns what vanilla returns (ids, or the output object with `speculation` attached)."""
+        """Decode; returns what plain decoding returns (ids, or the output object with `speculation` attached)."""
         start = self._clock()
         layer_ids, media = self.draft.config.target_layer_ids, media_token_ids(self._model)
         try:
-            with uncompiled(self._model), FeatureReader(self._model, layer_ids, embeds=bool(media)) as reader:
+            with uncompiled(self._model), FeatureReader(self._model, layer_ids, embeds=bool(media)) as self._reader:
                 try:
-                    self._prefill(reader)
+                    self._prefill()
                     while not self.tokens.done and not self.tokens.is_full:
                         self._round()
-                    self._rows.complete()
+                    self._handover.complete()
                 except BaseException:
-                    self._leave_cache()
+                    self._handover.interrupted(self._under_way)
                     raise
                 finally:
                     self.target.finish()
                 if not self.tokens.done:
-                    self.target.overflow(self.tokens.input_ids)
-            if self.target.peers is not None:
-                self.target.peers.see_off()
+                    self.target.overflow(self.batch.input_ids)
+            if self.target.synced is not None:
+                self.target.synced.run_along()
             self.tokens.finish()
         finally:  # what an interrupted call did is not what the call before it did
             self._finish_stats(self._clock() - start)
         return self._result()
 
-    def _finish_stats(self, seconds: float) -> None:
-        self.stats.emitted = self.tokens.num_emitted
-        spent = seconds - self._prefill_seconds
-        self.stats.other_seconds = spent - self.stats.draft_seconds - self.stats.verify_seconds
-        self.draft.stats = self.stats
+    # ----- a round --------------------------------------------------------------------------------------------------
 
-    # ----- prefill --------------------------------------------------------------------------------------------------
+    def _round(self) -> None:
+        start, steps = self._clock(), self.batch.steps
+        live = [sequence.index for sequence in self.batch if not sequence.is_padding]
+        active = [index for index in live if self._may_advance(index)]
+        tree, padding = self._propose(active)
+        proposed = self._clock()
+        outputs, features = self._verify(tree)
+        verified = self._clock()
+        walk = self._accept(tree, outputs, active, padding)
+        accepted = self._clock()
+        self._sizes.observe(
+            tree,
+            {index: walk.paths[index] for index in active},
+            self._in_step or self.tokens.was_moved,
+            self._candidate.num_fed,
+            proposed - start,
+            accepted - proposed,
+        )
+        self._commit(walk, features, live)
+        self.stats.draft_seconds += proposed - start
+        self.stats.verify_seconds += verified - proposed
+        self._count(walk, tree, active)
+        self.tokens.end_round(self.batch.steps - steps)
 
-    def _prefill(self, reader: FeatureReader) -> None:
-        """Run the prompt and emit the first token of each row."""
+    def _propose(self, active: list[int]) -> tuple[DraftTree, list[int]]:
+        """A tree for each sequence below its newest token; also returns those that get a chain of pad tokens.
+
+        Args:
+            active: Sequences that are to advance; the others get their root alone.
+        """
+        roots, depth = self.batch.roots(), self._depth_left(active)
+        size = self._sizes.choose(depth, self.batch.longest)
+        if size is None:
+            tree = DraftTree.root_only(roots)
+        else:
+            leads = [sequence.lead(self.batch.steps) for sequence in self.batch]
+            # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
+            tree = self._candidate.draft_tree(None, depth, size, roots, leads).trimmed()
+        chains = self._handover.pad_chains(tree, active)
+        idle = {each.index: each.upcoming(1) for each in self.batch if each.index not in active}
+        return tree.with_chains({**idle, **chains}), list(chains)
+
+    def _verify(self, tree: DraftTree):
+        """The target's outputs over the trees, and its features (B, N, A * Ht) at their nodes."""
+        self._reader.clear()
+        outputs = self.target.verify(tree)
+        return outputs, self._reader.take()[:, -tree.tokens.shape[1] :]
+
+    def _accept(self, tree: DraftTree, outputs, active: list[int], padding: list[int]) -> Walk:
+        """Emit the target's choice at each node of each sequence's way through its tree.
+
+        Args:
+            active: Sequences that advance.
+            padding: Sequences whose trees are chains of pad tokens.
+        """
+        together = range(len(self.batch)) if self._in_step else active if self.tokens.was_moved else ()
+        walk = Walk(tree.host(), together)
+        self._under_way = walk, tree.tokens.shape[1]
+        shown = self._in_step or self.tokens.record.keeps_anything or self.tokens.asks_of_pads
+
+        def goes_on(index: int) -> bool:
+            sequence = self.batch[index]
+            if self.tokens.done or sequence.rewound_to is not None:
+                return False
+            return index in padding or (self.tokens.room(index) != 0 and (shown or not sequence.is_padding))
+
+        if not shown:
+            for index in padding:
+                walk.take_all(index)
+        walk.run(sorted(active + padding) if shown else active, self._chooser(walk, tree, outputs), goes_on)
+        return walk
+
+    def _commit(self, walk: Walk, features: torch.Tensor, live: list[int]) -> None:
+        """Keep in the cache, and hand to the draft, what the sequences have emitted and nobody has taken back.
+
+        Args:
+            features: (B, N, A * Ht) at the nodes.
+            live: Sequences that were not padding before the round: the draft is not told of pad tokens.
+        """
+        steps = [sequence.root_step + 1 for sequence in self.batch]
+        old_lens, positions = self.batch.cache_lens, [sequence.root_position for sequence in self.batch]
+        self._under_way = None
+        kept = self._handover.keep(walk, features.shape[1])
+        told = [path if index in live else [] for index, path in enumerate(kept)]
+        tokens = [sequence.tokens(steps[sequence.index], len(told[sequence.index])) for sequence in self.batch]
+        self._candidate.feed_later(DraftInputs.on_paths(features, told, tokens, positions))
+        for sequence in self.batch:
+            if sequence.cache_len < old_lens[sequence.index]:
+                self._candidate.rewind(sequence.index, sequence.root_position)
+        self.batch.forget_rewound()
+
+    # ----- parts of a round -----------------------------------------------------------------------------------------
+
+    def _may_advance(self, index: int) -> bool:
+        """Whether a sequence has a token left to emit, and is not so far ahead that the others must catch up first."""
+        if len(self.batch) == 1:
+            return True
+        return self.tokens.room(index) != 0 and self.batch[index].lead(self.batch.steps) < FURTHEST_AHEAD
+
+    def _depth_left(self, active: list[int]) -> int:
+        """The deepest level that could still be emitted; 0 where a tree would change the target's frequencies."""
+        if self.target.forgets:
+            return 0
+        for limit, constant_behind in self._rope_limits:
+            # Some models count columns (padding too) and some positions, so that both must be clear of the limit.
+            furthest = max(max(each.length, each.root_position + 1) for each in self.batch)
+            nearest = min(min(each.length - 1, each.root_position) for each in self.batch)
+            if furthest + self.settings.num_nodes > limit and not (constant_behind and nearest > limit):
+                return 0
+        room = [self.tokens.room(index) for index in active]
+        return min((self.config.max_length if left is None else left for left in room), default=0) - 1
+
+    def _chooser(self, walk: Walk, tree: DraftTree, outputs) -> Callable[[dict[int, int]], dict[int, int]]:
+        """From the node that each walk has reached to the token behind it, which is emitted on the way."""
+        num_nodes = tree.tokens.shape[1]
+        logits = outputs.logits[:, -num_nodes:]
+        greedy = logits.argmax(-1).tolist() if self._chooses_at_once(logits.device) else None
+
+        def place(index: int) -> Place:
+            sequence, path = self.batch[index], walk.paths[index]
+            step = sequence.root_step + len(path)
+            return Place(index, step, path, sequence.cache_len, self.batch.longest, num_nodes)
+
+        def choose(nodes: dict[int, int]) -> dict[int, int]:
+            if self.tokens.record.keeps_layers:
+                self.tokens.record.put_layers(outputs, [place(index) for index in nodes], self.target.key_columns)
+            if greedy is not None:
+                tokens = {index: greedy[index][node] for index, node in nodes.items()}
+                self.tokens.emit_tokens(tokens)
+                return tokens
+            steps = {index: self.batch[index].root_step + len(walk.paths[index]) for index in nodes}
+            return self.tokens.emit(_logits_at(logits, nodes), steps)
+
+        return choose
+
+    def _chooses_at_once(self, device: torch.device) -> bool:
+        """One transfer for all nodes instead of one per visited node; on a CPU the argmax itself is what costs."""
+        return self.tokens.is_plain_greedy and device.type != "cpu"
+
+    def _count(self, walk: Walk, tree: DraftTree, active: list[int]) -> None:
+        """A walk that ends at an accepted draft leaves what is below that draft untried."""
+        for index in active:
+            accepted, path = walk.accepted[index], walk.paths[index]
+            if path:
+                depth = tree.host()[index].depth
+                self.stats.record(accepted, accepted if accepted == len(path) else depth, len(path))
+                if depth:
+                    self._candidate.watch(accepted)
+
+    # ----- before and after the rounds ------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        """Run the prompt and emit the first token of each sequence."""
         start = self._clock()
-        with no_random_numbers(self._model, self.tokens.device):
-            outputs = self.target.prefill(self.tokens.input_ids, *self._slots_behind())
+        with no_random_numbers(self._model, self.batch.device):
+            outputs = self.target.prefill(self.batch.input_ids, *self._slots_behind())
         if self.target.capacity is not None:
             # The last token of a text has no slot yet.
-            self.tokens.limit(self.target.capacity - self.target.first_end + 1)
-        embeds, features = reader.take_embeds(), reader.take()
-        self._keep_prompt_layers(outputs)
-        self.tokens.emit(outputs.logits[:, -1], dict.fromkeys(range(self.tokens.rows), 0))
-        roots = [self.target.position_of_root(row) for row in range(self.tokens.rows)]
+            self.tokens.limit(self.target.capacity - self.batch.longest + 1)
+        embeds, features = self._reader.take_embeds(), self._reader.take()
+        self.tokens.record.put_prompt(outputs)
+        self.tokens.emit(outputs.logits[:, -1], {sequence.index: 0 for sequence in self.batch})
         media = None if embeds is None else PromptMedia(embeds, media_token_ids(self._model))
-        columns = self.tokens.columns(self.tokens.prompt_length + 1)
-        rows = prompt_rows(features, columns, self._prompt_mask, roots, media)
-        self._unfed.append(rows)
+        roots = [sequence.root_position for sequence in self.batch]
+        inputs = DraftInputs.of_prompt(features, self.batch.ids_until(1), self._prompt_mask, roots, media)
         self._candidate = Eagle3Candidate(
             self._model,
             self.draft,
             self.settings,
             noise=self.tokens.noise,
-            warpers=self.warpers,
-            start_position=roots[0] - rows.features.shape[1],
-            pad_token_id=int(rows.tokens[0, -1]),
-            use_noise=getattr(self.draft.generation_config, "assistant_known_noise", True),
+            warpers=self._warpers,
+            start_position=roots[0] - inputs.count,
+            pad_token_id=int(inputs.tokens[0, -1]),
+            coupled=getattr(self.draft.generation_config, "assistant_coupled_sampling", True),
         )
-        # All rows, finished ones too, are then at the same step from the first to the last.
-        forced = bool(self._rope_limits) or self.target.ability.way is Way.CHAIN or self.target.forgets
-        self._in_step = self.tokens.needs_lock_step or (self.tokens.rows > 1 and forced)
-        self._rows = Rows(self.tokens, self.target, reader, self._in_step)
-        if self.settings.at_most:
-            self._sizer = self._find_sizer()
+        self._candidate.feed_later(inputs)
+        # All sequences, finished ones too, are then at the same step from the first to the last.
+        forced = bool(self._rope_limits) or self.target.capability.mode is VerifyMode.CHAIN or self.target.forgets
+        self._in_step = self.tokens.needs_lock_step or (len(self.batch) > 1 and forced)
+        self._handover.begin(self._in_step)
+        self._sizes = RoundSizes(self.settings, self._find_sizer() if self.settings.at_most else None)
         self._prefill_seconds = self._clock() - start
 
     def _slots_behind(self) -> tuple[int, int]:
         """Slots of a cache that the text can take behind the prompt, and trees behind the text."""
-        new, nodes = self.config.max_length - self.tokens.prompt_length, self.settings.num_nodes + 1
-        # In a batch, finished rows follow the others by chains of known tokens.
-        chain = 0 if self.tokens.rows == 1 else min(new, FURTHEST_AHEAD) + self.settings.depth + 1
+        new, nodes = self.config.max_length - self.batch.prompt_length, self.settings.num_nodes + 1
+        # In a batch, finished sequences follow the others by chains of known tokens.
+        chain = 0 if len(self.batch) == 1 else min(new, FURTHEST_AHEAD) + self.settings.depth + 1
         return new, max(nodes, chain)
 
     def _find_sizer(self) -> TreeSizer:
         """Of calls that cost and accept what this one does."""
         model, sampled = self._model, self.tokens.noise is not None
         kind = model.device, model.dtype, torch.get_num_threads(), sampled, self._in_step, self.tokens.is_plain_greedy
-        chain = self.target.ability.way is Way.CHAIN
-        return sizer_of(self.draft, model, self.settings, self.tokens.rows, chain, kind)
+        chain = self.target.capability.mode is VerifyMode.CHAIN
+        return sizer_of(self.draft, model, self.settings, len(self.batch), chain, kind)
 
-    # ----- rounds ---------------------------------------------------------------------------------------------------
-
-    def _round(self) -> None:
-        """Draft, verify, walk, commit."""
-        start = self._clock()
-        live = [row for row in range(self.tokens.rows) if not self.tokens.is_closed(row)]
-        walking = self._not_waiting(live)
-        tree = self._draft_trees(walking)
-        following = self._rows.following(tree, walking)
-        idle = [row for row in range(self.tokens.rows) if row not in walking]
-        tree = tree.with_chains({row: following.get(row) or self._rows.chain(row, 1) for row in idle})
-        drafted = self._clock()
-        outputs, features = self._rows.verify(tree)
-        verified = self._clock()
-        walk = Walk(tree.host(), self._together(walking))
-        steps = self.tokens.steps
-        self._under_way = walk, tree.tokens.shape[1]
-        self._walk(walk, outputs, tree.tokens.shape[1], walking, list(following))
-        if self._sizer is not None:
-            self._observe(self._sizer, tree, walk, walking, drafted - start, self._clock() - drafted)
-        self._commit(walk, features, live)
-        self.stats.draft_seconds += drafted - start
-        self.stats.verify_seconds += verified - drafted
-        for row in walking:
-            self._count(walk, row, tree)
-        self.tokens.end_round(self.tokens.steps - steps)
-
-    def _leave_cache(self) -> None:
-        """Something was raised: a user's cache is to hold what it would hold without a draft."""
-        if self._rows is None:
-            return  # the prefill is plain decoding's
-        if self._under_way is not None:
-            self._rows.keep_interrupted(*self._under_way)
-        else:
-            self._rows.keep_between_rounds()
-
-    def _not_waiting(self, live: list[int]) -> list[int]:
-        """Rows with a token left to emit, and not so far ahead that the others must catch up first."""
-        if self.tokens.rows == 1:
-            return live
-        return [row for row in live if self.tokens.room(row) != 0 and self.tokens.lead(row) < FURTHEST_AHEAD]
-
-    def _together(self, walking: list[int]) -> Iterable[int]:
-        """Rows whose round ends with the first of them that misses."""
-        if self._in_step:
-            return range(self.tokens.rows)
-        return walking if self.tokens.was_moved else ()
-
-    def _count(self, walk: Walk, row: int, tree: DraftTree) -> None:
-        """A walk that ends at an accepted draft leaves what is below that draft untried."""
-        accepted, path = walk.accepted[row], walk.paths[row]
-        if not path:
-            return
-        depth = depth_of(tree, row)
-        self.stats.record(accepted, accepted if accepted == len(path) else depth, len(path))
-        if depth:
-            self._candidate.watch(accepted)
-
-    def _observe(
-        self, sizer: TreeSizer, tree: DraftTree, walk: Walk, walking: list[int], drafting: float, verifying: float
-    ) -> None:
-        """Tell the sizer what the round took and gave."""
-        usual = drafting if self._fed <= self.settings.depth + 1 else None
-        self._rounds += 1
-        ranks: list[list[int]] = []
-        # One transfer more, so not in every round where that means waiting for a device.
-        if self._size is not None and (tree.scores.device.type == "cpu" or self._rounds % _ROUNDS_UNWATCHED == 0):
-            scores = tree.scores.tolist()
-            ranks = [ranks_on_path(scores[row], walk.paths[row]) for row in walking if walk.paths[row]]
-            if ranks and self._together(walking):
-                ranks = [[max(level) for level in zip(*ranks, strict=False)]]
-        sizer.observe(self._size, tree.tokens.shape[1] - 1, usual, verifying, ranks)
-
-    # ----- drafting -------------------------------------------------------------------------------------------------
-
-    def _draft_trees(self, walking: list[int]) -> DraftTree:
-        roots = self._rows.roots()
-        depth = self._depth_left(walking)
-        self._size = self._next_size(depth)
-        if self._size is None:
-            if len(self._unfed) > _MOST_UNFED:
-                self._candidate.extend(**self._take_unfed())
-            return DraftTree.root_only(roots)
-        rows = self._take_unfed()
-        self._fed = rows["tokens"].shape[1]
-        self._candidate.settings = self._size
-        if "valid" in rows:
-            rows["roots"] = roots
-        self._candidate.look_ahead([self.tokens.lead(row) for row in range(self.tokens.rows)])
-        # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
-        return self._candidate.draft_tree(max_depth=depth, **rows).trimmed()
-
-    def _take_unfed(self) -> dict[str, torch.Tensor]:
-        """All committed rows that the draft has not been fed yet, by the names of `Eagle3Candidate.extend`."""
-        rows = join(self._unfed)
-        self._unfed.clear()
-        return {name: part for name, part in rows._asdict().items() if part is not None}
-
-    def _next_size(self, depth: int) -> TreeSettings | None:
-        """Of the trees of this round, at most so deep; `None` to draft nothing."""
-        if depth < 1:
-            return None
-        size = self.settings if self._sizer is None else self._sizer.choose(max(self.target.ends))
-        return None if size is None else size.capped(depth)
-
-    def _depth_left(self, walking: list[int]) -> int:
-        """The deepest level that could still be emitted; 0 where a tree would change the target's frequencies."""
-        if self.target.forgets:
-            return 0
-        lengths = [self.tokens.prompt_length + count for count in self.tokens.counts]
-        positions = [self.target.position_of_root(row) for row in range(self.tokens.rows)]
-        for limit, constant_behind in self._rope_limits:
-            # Some models count columns (padding too) and some positions, so that both must be clear of the limit.
-            before = max(lengths + [place + 1 for place in positions]) + self.settings.num_nodes <= limit
-            behind = constant_behind and min([length - 1 for length in lengths] + positions) > limit
-            if not before and not behind:
-                return 0
-        room = [self.tokens.room(row) for row in walking]
-        return min((self.config.max_length if left is None else left for left in room), default=0) - 1
-
-    # ----- walking --------------------------------------------------------------------------------------------------
-
-    def _walk(self, walk: Walk, outputs, num_nodes: int, walking: list[int], following: list[int]) -> None:
-        """Emit the target's choice at each node of each row's way through its tree.
-
-        Args:
-            walking: Rows that emit.
-            following: Rows whose trees are chains of pad tokens.
-        """
-        shown = self._in_step or self.tokens.record.keeps_anything or self.tokens.asks_of_pads
-
-        def goes_on(row: int) -> bool:
-            if self.tokens.done or self.tokens.taken_back_from(row) is not None:
-                return False
-            return row in following or (self.tokens.room(row) != 0 and (shown or not self.tokens.is_closed(row)))
-
-        if not shown:
-            for row in following:
-                walk.take_all(row)
-        asked = sorted(walking + following) if shown else walking
-        at_once = self._chooses_at_once(outputs.logits.device)
-        walk.run(asked, self._rows.choices(walk, outputs, num_nodes, at_once), goes_on)
-
-    def _chooses_at_once(self, device: torch.device) -> bool:
-        """One transfer for all nodes instead of one per visited node; on a CPU the argmax itself is what costs."""
-        return self.tokens.is_plain_greedy and device.type != "cpu"
-
-    def _keep_prompt_layers(self, outputs) -> None:
-        """Hidden states and attentions of the whole prompt, or of its last chunk: what the first token came from."""
-        record = self.tokens.record
-        if record.states is not None:
-            record.states.put_all(outputs.hidden_states)
-        if record.attentions is not None:
-            record.attentions.put_all(outputs.attentions)
-
-    # ----- committing -----------------------------------------------------------------------------------------------
-
-    def _commit(self, walk: Walk, features: torch.Tensor, live: list[int]) -> None:
-        """Keep in the cache, and hand to the draft, what the rows have emitted and nobody has taken back.
-
-        Args:
-            features: (B, N, A * Ht) at the nodes.
-            live: Rows that were not closed before the round: the draft is not told of pad tokens.
-        """
-        old = self.target.ends
-        positions = [self.target.position_of_root(row) for row in range(len(old))]
-        self._under_way = None
-        paths = self._rows.keep(walk, features.shape[1])
-        told = [path if row in live else [] for row, path in enumerate(paths)]
-        self._unfed.append(self._draft_rows(told, features, old, positions))
-        for row, (end, begin) in enumerate(zip(self.target.ends, old, strict=True)):
-            if end < begin:
-                self._candidate.forget(row, self.target.position_of_root(row))
-                forget(self._unfed, row, self.target.position_of_root(row))
-        self.tokens.forget_taken_back()
-
-    def _draft_rows(
-        self, paths: list[list[int]], features: torch.Tensor, starts: list[int], positions: list[int]
-    ) -> DraftRows:
-        """The committed nodes' features, and the token behind each."""
-        if self.tokens.rows == 1:
-            tokens = self.tokens.known(0, starts[0] - self.target.first_end + 1, len(paths[0]))
-            return DraftRows(features[:, paths[0]], torch.tensor([tokens], device=self.tokens.device))
-        return ragged_rows(
-            features,
-            paths,
-            [
-                self.tokens.known(row, start - self.target.first_end + 1, len(paths[row]))
-                for row, start in enumerate(starts)
-            ],
-            positions,
-        )
-
-    # ----- results --------------------------------------------------------------------------------------------------
+    def _finish_stats(self, seconds: float) -> None:
+        self.stats.emitted = self.batch.num_emitted
+        spent = seconds - self._prefill_seconds
+        self.stats.other_seconds = spent - self.stats.draft_seconds - self.stats.verify_seconds
+        self.draft.stats = self.stats
 
     def _result(self):
         if not self.config.return_dict_in_generate:
-            return self.tokens.input_ids
-        steps, record = self.tokens.steps, self.tokens.record
+            return self.batch.input_ids
+        fields: dict[str, Any] = {CACHE_KEY: self.target.cache, **self.tokens.record.until(self.batch.steps)}
         output = GenerateDecoderOnlyOutput(
-            sequences=self.tokens.input_ids,
-            scores=record.scores_until(steps),
-            logits=record.logits_until(steps),
-            attentions=None if record.attentions is None else record.attentions.until(steps),
-            hidden_states=None if record.states is None else record.states.until(steps),
-            **{CACHE_KEY: self.target.cache},
+            sequences=self.batch.input_ids,
+            **fields,
         )
-        output.speculation = self.stats  # an attribute, not a key: the output's keys and to_tuple() stay vanilla's
+        output.speculation = self.stats  # an attribute, not a key: keys and to_tuple() stay those of plain decoding
         return output
 
 
-def pad_token_id(config: GenerationConfig) -> int | None:
+def _logits_at(logits: torch.Tensor, nodes: dict[int, int]) -> torch.Tensor:
+    """(B, N, V) at each sequence's node -> (B, V); those of sequences without one are their roots'."""
+    if logits.shape[0] == 1:
+        return logits[:, nodes[0]]
+    at = torch.tensor([nodes.get(index, 0) for index in range(logits.shape[0])], device=logits.device)
+    return logits[torch.arange(logits.shape[0], device=logits.device), at]
+
+
+def _pad_token_id(config: GenerationConfig) -> int | None:
     pad = config._pad_token_tensor
     return None if pad is None else int(pad)

@@ -1,6 +1,6 @@
 """Draft trees: the nodes a round proposes, and what follows from their parents.
 
-A tree of a batch row is two lists: `tokens` and `parents`. Node 0 is the root (the last committed token), every parent
+A sequence's tree is two lists: `tokens` and `parents`. Node 0 is the root (the last committed token), every parent
 stands before its children, and everything else (depths, ancestors, paths) is derived from the parents on demand.
 """
 
@@ -13,31 +13,34 @@ import torch
 
 
 class HostTree(NamedTuple):
-    """The real nodes (no padding) of one batch row as plain Python lists; `parents[0]` is -1."""
+    """The real nodes (no padding) of one tree as plain Python lists; `parents[0]` is -1."""
 
     tokens: list[int]
     parents: list[int]
 
+    @property
+    def depth(self) -> int:
+        """Drafted tokens of the longest path; 0 for the root alone."""
+        depths = [0] * len(self.parents)
+        for node in range(1, len(self.parents)):
+            depths[node] = depths[self.parents[node]] + 1
+        return max(depths)
+
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """
-    A batch of draft trees with `N` nodes each (B rows).
+    """A batch of B draft trees with N nodes each.
 
-    Rows with fewer real nodes are padded at the end: a padding node is a child of the root carrying the pad token. It
-    sees the root and itself, so that no attention row is empty, nobody sees it, and its scores are -inf.
+    Trees with fewer real nodes are padded at the end: a padding node is a child of the root carrying the pad token. It
+    sees the root and itself, so that it attends to something, nobody sees it, and its scores are -inf.
 
     Args:
-        tokens (`torch.Tensor` of shape `(B, N)`, int64):
-            Token of each node, in the target's vocabulary. Node 0 is the root.
-        parents (`torch.Tensor` of shape `(B, N)`, int64):
-            Index of each node's parent; -1 for the root, smaller than the node's own index for all others.
-        num_nodes (`torch.Tensor` of shape `(B,)`, int64):
-            Real nodes of each row, the root included.
-        scores (`torch.Tensor` of shape `(B, N)`, float32):
-            Cumulative rank score, 0 for the root (EAGLE-2, arXiv 2406.16858, section 4.1: the value of a node).
-        log_probs (`torch.Tensor` of shape `(B, N)`, float32):
-            Cumulative log-probability that the draft itself gives to the path, 0 for the root.
+        tokens: (B, N) int64, token of each node, in the target's vocabulary. Node 0 is the root.
+        parents: (B, N) int64, index of each node's parent; -1 for the root, else smaller than the node's own.
+        num_nodes: (B,) int64, real nodes of each tree, the root included.
+        scores: (B, N) float32, cumulative rank score, 0 for the root (EAGLE-2, arXiv 2406.16858, section 4.1: the
+            value of a node).
+        log_probs: (B, N) float32, cumulative log-probability that the draft itself gives to the path, 0 for the root.
     """
 
     tokens: torch.Tensor
@@ -48,14 +51,14 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: torch.Tensor) -> "DraftTree":
-        """
-        The tree without branches: each token of `tokens` (`(B, N)`, the root first) is the child of the one before.
+        """The tree without branches: each of the `tokens` (B, N), the root first, is the child of the one before.
+
         Scores and log-probabilities are 0: a chain ranks nothing.
         """
-        rows, length = tokens.shape
-        parents = torch.arange(-1, length - 1, device=tokens.device).expand(rows, length)
-        num_nodes = torch.full((rows,), length, dtype=torch.int64, device=tokens.device)
-        zeros = torch.zeros((rows, length), dtype=torch.float32, device=tokens.device)
+        batch, length = tokens.shape
+        parents = torch.arange(-1, length - 1, device=tokens.device).expand(batch, length)
+        num_nodes = torch.full((batch,), length, dtype=torch.int64, device=tokens.device)
+        zeros = torch.zeros((batch, length), dtype=torch.float32, device=tokens.device)
         return cls(tokens.to(torch.int64), parents, num_nodes, zeros, zeros)
 
     @classmethod
@@ -64,24 +67,24 @@ class DraftTree:
         if tokens.shape[1] != 1:
             raise ValueError(
                 f"a tree of the root alone takes tokens of shape (B, 1), got {tuple(tokens.shape)}; use "
-                "`DraftTree.chain` for more than one token a row"
+                "`DraftTree.chain` for longer ones"
             )
         return cls.chain(tokens)
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
         """`(B, N, N)` bool: `[b, i, j]` is true iff node j is node i or one of its ancestors."""
-        rows, size = self.tokens.shape
+        batch, size = self.tokens.shape
         device = self.tokens.device
-        # All rows in one flat table, so that following a parent pointer is one row-wise copy.
-        first = torch.arange(0, rows * size, size, device=device)[:, None]
+        # All trees in one flat table of nodes, so that following the parents is one copy.
+        first = torch.arange(0, batch * size, size, device=device)[:, None]
         jump = (self.parents.clamp(min=0) + first).view(-1)
-        seen = torch.eye(size, dtype=torch.bool, device=device).expand(rows, size, size).reshape(rows * size, size)
+        seen = torch.eye(size, dtype=torch.bool, device=device).repeat(batch, 1)
         # Pointer doubling: after k rounds a node knows its nearest 2^k ancestors. The root is its own parent here.
         for _ in range((size - 1).bit_length()):
             seen = seen | seen.index_select(0, jump)
             jump = jump.index_select(0, jump)
-        return seen.view(rows, size, size)
+        return seen.view(batch, size, size)
 
     @cached_property
     def depths(self) -> torch.Tensor:
@@ -91,27 +94,20 @@ class DraftTree:
     @cached_property
     def max_depth(self) -> int:
         """Longest drafted path of the batch, in tokens; 0 when only roots are there. Waits for the device."""
-        return max(self._path_length(tree.parents) for tree in self.host())
-
-    @staticmethod
-    def _path_length(parents: Sequence[int]) -> int:
-        depths = [0] * len(parents)
-        for node in range(1, len(parents)):
-            depths[node] = depths[parents[node]] + 1
-        return max(depths)
+        return max(tree.depth for tree in self.host())
 
     def host(self) -> list[HostTree]:
-        """Each row's real nodes as Python lists. One transfer for the whole tree, at the first call only."""
+        """Each tree's real nodes as Python lists. One transfer for the whole tree, at the first call only."""
         return self._host
 
     @cached_property
     def _host(self) -> list[HostTree]:
         size = self.tokens.shape[1]
         table = torch.cat((self.num_nodes[:, None], self.tokens, self.parents), dim=1).tolist()
-        return [HostTree(row[1 : 1 + row[0]], row[1 + size : 1 + size + row[0]]) for row in table]
+        return [HostTree(line[1 : 1 + line[0]], line[1 + size : 1 + size + line[0]]) for line in table]
 
     def trimmed(self) -> "DraftTree":
-        """The same trees without the nodes that are padding in every row. Waits for the device."""
+        """The same trees without the nodes that are padding in all of them. Waits for the device."""
         size = max(len(tree.tokens) for tree in self.host())
         if size == self.tokens.shape[1]:
             return self
@@ -120,12 +116,12 @@ class DraftTree:
         return DraftTree(tokens, parents, self.num_nodes, scores, log_probs)
 
     def with_chains(self, chains: Mapping[int, Sequence[int]]) -> "DraftTree":
-        """The same trees, but some rows' replaced by chains of known tokens, roots first. Waits for the device."""
+        """The same trees, but some replaced by chains of known tokens, roots first. Waits for the device."""
         if not chains:
             return self
         trees = [
-            HostTree(list(chains[row]), list(range(-1, len(chains[row]) - 1))) if row in chains else tree
-            for row, tree in enumerate(self.host())
+            HostTree(list(chains[index]), list(range(-1, len(chains[index]) - 1))) if index in chains else tree
+            for index, tree in enumerate(self.host())
         ]
         size = max(len(tree.tokens) for tree in trees)
         grown = max(0, size - self.tokens.shape[1])
@@ -137,7 +133,7 @@ class DraftTree:
             torch.nn.functional.pad(part, (0, grown), value=-torch.inf)[:, :size]
             for part in (self.scores, self.log_probs)
         )
-        replaced = torch.tensor([row in chains for row in range(len(trees))], device=device)[:, None]
+        replaced = torch.tensor([index in chains for index in range(len(trees))], device=device)[:, None]
         return DraftTree(
             torch.tensor(tokens, device=device),
             torch.tensor(parents, device=device),
@@ -146,61 +142,16 @@ class DraftTree:
             log_probs.masked_fill(replaced, 0.0),
         )
 
-    def path(self, row: int, node: int) -> list[int]:
-        """Node indices from the root to `node` (both included) in batch row `row`."""
-        parents = self.host()[row].parents
+    def path(self, index: int, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included, in the tree of the sequence at `index`."""
+        parents = self.host()[index].parents
         if not 0 <= node < len(parents):
-            raise IndexError(f"node {node} is not one of the {len(parents)} nodes of row {row}")
+            raise IndexError(f"node {node} is not one of the {len(parents)} nodes of tree {index}")
         path = [node]
         while node:
             node = parents[node]
             path.append(node)
         return path[::-1]
-
-    def validate(self) -> None:
-        """
-        Check every promise of the class; for tests and debugging, not for the hot path.
-
-        Raises:
-            `ValueError`: naming the first broken promise and where it broke.
-        """
-        self._validate_shapes()
-        size = self.tokens.shape[1]
-        for row, (count, parents) in enumerate(zip(self.num_nodes.tolist(), self.parents.tolist(), strict=True)):
-            if not 1 <= count <= size:
-                raise ValueError(f"row {row} claims {count} nodes, but a row holds 1 to {size}")
-            if parents[0] != -1:
-                raise ValueError(f"row {row}: the root's parent must be -1, got {parents[0]}")
-            for node in range(1, size):
-                parent = parents[node]
-                if node < count and not 0 <= parent < node:
-                    raise ValueError(f"row {row}: the parent of node {node} must be in 0..{node - 1}, got {parent}")
-                if node >= count and parent != 0:
-                    raise ValueError(f"row {row}: the parent of padding node {node} must be 0, got {parent}")
-            self._validate_siblings(row)
-
-    def _validate_shapes(self) -> None:
-        shape = tuple(self.tokens.shape)
-        for name in ("parents", "scores", "log_probs"):
-            found = tuple(getattr(self, name).shape)
-            if found != shape:
-                raise ValueError(f"`{name}` must have the shape of `tokens`, {shape}, got {found}")
-        if tuple(self.num_nodes.shape) != shape[:1]:
-            raise ValueError(f"`num_nodes` must have shape {shape[:1]}, got {tuple(self.num_nodes.shape)}")
-        for name in ("tokens", "parents", "num_nodes"):
-            if getattr(self, name).dtype != torch.int64:
-                raise ValueError(f"`{name}` must be int64, got {getattr(self, name).dtype}")
-        for name in ("scores", "log_probs"):
-            if getattr(self, name).dtype != torch.float32:
-                raise ValueError(f"`{name}` must be float32, got {getattr(self, name).dtype}")
-
-    def _validate_siblings(self, row: int) -> None:
-        tokens, parents = self.host()[row]
-        seen: dict[tuple[int, int], int] = {}
-        for node in range(1, len(tokens)):
-            first = seen.setdefault((parents[node], tokens[node]), node)
-            if first != node:
-                raise ValueError(f"row {row}: siblings {first} and {node} carry the same token {tokens[node]}")
 
 
 def select(
@@ -212,28 +163,27 @@ def select(
     num_nodes: int,
     pad_token_id: int,
 ) -> DraftTree:
-    """
-    Keep the best `num_nodes` of each row's candidates as a tree (reranking, EAGLE-2, arXiv 2406.16858, section 4.2).
+    """Keep the best candidates of each sequence as a tree (reranking, EAGLE-2, arXiv 2406.16858, section 4.2).
 
     Candidates are ranked by score with a stable sort, so that of equals the earlier one wins; NaN counts as -inf, and
     -inf is never kept. Kept nodes stand in pool order behind the root. A kept node's parent is always kept, provided
     that parents stand before their children and no score exceeds its parent's. The host never waits for the device.
 
     Args:
-        pool_tokens (`torch.Tensor` of shape `(B, M)`): candidates of each row, shallow ones first.
-        pool_parents (`torch.Tensor` of shape `(B, M)`): index of each one's parent in the pool, -1 for the root.
-        pool_scores (`torch.Tensor` of shape `(B, M)`): cumulative rank scores.
-        pool_log_probs (`torch.Tensor` of shape `(B, M)`): cumulative log-probabilities of the draft.
-        root_tokens (`torch.Tensor` of shape `(B,)` or `(B, 1)`): last committed token of each row.
-        num_nodes (`int`): drafted nodes to keep per row, the root not counted.
-        pad_token_id (`int`): token of padding nodes, where a row has fewer candidates.
+        pool_tokens: (B, M) candidates of each sequence, shallow ones first.
+        pool_parents: (B, M) index of each one's parent in the pool, -1 for the root.
+        pool_scores: (B, M) cumulative rank scores.
+        pool_log_probs: (B, M) cumulative log-probabilities of the draft.
+        root_tokens: (B,) or (B, 1) last committed token of each sequence.
+        num_nodes: Drafted nodes to keep of each tree, the root not counted.
+        pad_token_id: Token of padding nodes, where there are fewer candidates.
 
     Returns:
-        `DraftTree` with `N = num_nodes + 1` nodes a row.
+        Trees of `num_nodes + 1` nodes.
     """
-    rows, pool_size = pool_tokens.shape
+    batch, pool_size = pool_tokens.shape
     if num_nodes < 1 or pool_size == 0:
-        return DraftTree.root_only(root_tokens.view(rows, 1))
+        return DraftTree.root_only(root_tokens.view(batch, 1))
     scores = pool_scores.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     best, order = scores.sort(dim=-1, descending=True, stable=True)
     # What is not kept gets the index `pool_size`: it sorts behind every kept node.

@@ -1,1 +1,1 @@
-"""Measuring what a head promises: the same text (`check`), sooner (`bench`), on known questions (`tasks`)."""
+"""Measures a head: comparison of texts (`check`), speed-up (`bench`), on questions (`tasks`), as tables (`report`)."""

@@ -1,7 +1,7 @@
-"""How much sooner: plain and assisted decoding in turn on the same prompts, in one process.
+"""Measures the speed-up: ordinary and assisted decoding in turn on the same prompts, in one process.
 
-Ratios of such pairs hold on a noisy machine where single times do not. Tokens are counted as ids, time includes the
-prefill, and a task's speed-up is its total tokens per total second over the plain run's.
+On a noisy machine the ratios of such pairs are reliable where single times are not. Times include the prefill. A
+task's speed-up is its tokens per second, over all questions, divided by those of ordinary decoding.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ TREE_FIELDS = ("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_t
 
 @dataclass
 class Run:
-    """One `generate` call: its new tokens and its seconds."""
+    """The new tokens and the duration of one `generate` call."""
 
     tokens: list[int]
     seconds: float
@@ -29,46 +29,51 @@ class Run:
 
 @dataclass
 class Comparison:
-    """The same prompt, plain and assisted."""
+    """The same prompt without and with a draft; `difference` is set only for greedy decoding."""
 
     plain: Run
     assisted: Run
     stats: SpeculationStats
-    difference: Difference | None = None  # greedy only
+    difference: Difference | None = None
 
     @property
     def equal(self) -> bool:
+        """Whether both runs gave the same ids."""
         return self.plain.tokens == self.assisted.tokens
 
 
 @dataclass
 class TaskResult:
-    """All comparisons of a task."""
+    """All comparisons of one task."""
 
     comparisons: list[Comparison] = field(default_factory=list)
 
     @property
     def speedup(self) -> float:
+        """Tokens per second, divided by those of ordinary decoding."""
         return self._rate("assisted") / self._rate("plain")
 
     @property
     def tau(self) -> float:
+        """Mean acceptance length over all rounds of the task."""
         rounds = sum(item.stats.rounds for item in self.comparisons)
         return sum(item.stats.emitted for item in self.comparisons) / max(1, rounds)
 
     @property
     def equal(self) -> int:
+        """Number of questions whose answers have the same ids."""
         return sum(item.equal for item in self.comparisons)
 
     @property
     def overhead(self) -> float:
-        """Share of the decoding time that is neither the draft's nor the target's."""
+        """Share of the decoding time spent neither in the draft nor in the target."""
         stats = [item.stats for item in self.comparisons]
         other = sum(item.other_seconds for item in stats)
         return other / max(1e-9, other + sum(item.draft_seconds + item.verify_seconds for item in stats))
 
     @property
     def differences(self) -> list[Difference]:
+        """The differences of greedy answers."""
         return [item.difference for item in self.comparisons if item.difference is not None]
 
     def _rate(self, kind: str) -> float:
@@ -77,19 +82,22 @@ class TaskResult:
 
 
 def encode(tokenizer, question: str, device) -> dict[str, torch.Tensor]:
-    """A question as a chat's first user turn, with the prompt for the answer."""
+    """Encode a question as the first user turn of a chat, followed by the generation prompt."""
     messages = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     return {name: value.to(device) for name, value in inputs.items()}
 
 
 def compare(target, draft, inputs: dict[str, torch.Tensor], seed: int = 0, streamer=None, **kwargs) -> Comparison:
-    """Generate plainly and with the draft from the same seed; greedy differences are judged.
+    """Generate without and with the draft from the same seed, and judge a difference of greedy texts.
 
     Args:
+        target: The target model.
+        draft: The draft head.
         inputs: `input_ids` and `attention_mask` of one prompt.
-        streamer: For the assisted run.
-        kwargs: Of `generate`.
+        seed: Seed of both runs.
+        streamer: Streamer for the assisted run.
+        kwargs: Further arguments of `generate`.
     """
     plain, _ = _timed(target, inputs, seed, None, **kwargs)
     assisted, stats = _timed(target, inputs, seed, draft, streamer=streamer, **kwargs)
@@ -100,7 +108,7 @@ def compare(target, draft, inputs: dict[str, torch.Tensor], seed: int = 0, strea
 
 
 def _scores(target, inputs, **kwargs) -> tuple[torch.Tensor, ...]:
-    """The plain run's scores, from running it again."""
+    """Return the scores of the run without a draft, by running it again."""
     return target.generate(**inputs, **kwargs, return_dict_in_generate=True, output_scores=True).scores
 
 
@@ -114,7 +122,7 @@ def _timed(target, inputs, seed: int, draft, **kwargs) -> tuple[Run, Speculation
 
 
 class _RoundClock:
-    """A streamer that notes when each plain step, or each round of a draft, ends; it prints nothing."""
+    """A streamer that records when each ordinary step, or each round of a draft, ends. It prints nothing."""
 
     def __init__(self, rounds: bool):
         self._rounds = rounds
@@ -131,17 +139,28 @@ class _RoundClock:
         pass
 
     def gaps(self, skip: int = 2) -> list[float]:
-        """Seconds of each step or round but the first `skip`, which still warm up."""
+        """Return the duration of each step or round, except for the first `skip`, which warm up."""
         return [after - before for before, after in zip(self._times, self._times[1:], strict=False)][skip:]
 
 
 def round_cost(
     target, draft, trees: Sequence[tuple[int, int, int]], context: int = 128, rounds: int = 50, turns: int = 5
 ) -> tuple[float, list[float]]:
-    """Median seconds of a plain step, and of one round of each tree (nodes, depth, top_k), in one run.
+    """Measure the median time of an ordinary step and of one round of each tree.
 
-    The kinds take turns, so that a machine whose speed drifts is fair to all. Use a head that accepts nothing (a
-    random one), so that contexts stay alike: from `context` tokens on.
+    The kinds take turns, so that a drift of the machine's speed affects all of them alike. The head should be one of
+    which nothing is accepted (a random one), so that the contexts have equal lengths.
+
+    Args:
+        target: The target model.
+        draft: The draft head.
+        trees: Sizes as (nodes, depth, top_k).
+        context: Length of the prompt in tokens.
+        rounds: Number of rounds to measure of each kind.
+        turns: Number of turns in which they are measured.
+
+    Returns:
+        Seconds of an ordinary step, and of a round of each tree.
     """
     prompt = torch.randint(5, target.config.get_text_config().vocab_size, (1, context), device=target.device)
     common = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False}
@@ -151,11 +170,11 @@ def round_cost(
         clock = _RoundClock(rounds=False)
         target.generate(**common, streamer=clock)
         gaps[0] += clock.gaps()
-        for place, tree in enumerate(trees, start=1):
+        for kind, tree in enumerate(trees, start=1):
             for name, value in zip(TREE_FIELDS, tree, strict=True):
                 setattr(draft.generation_config, name, value)
             clock = _RoundClock(rounds=True)
             target.generate(**common, streamer=clock, assistant_model=draft)
-            gaps[place] += clock.gaps()[:-8]  # near the length limit trees get smaller
+            gaps[kind] += clock.gaps()[:-8]  # trees become smaller near the length limit
     plain, *costs = (median(found) for found in gaps)
     return plain, costs

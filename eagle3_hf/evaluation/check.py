@@ -1,7 +1,7 @@
-"""Is it the same text? Where two greedy runs part, was it a tie that rounding decides, or an error?
+"""Compares two greedy texts, and tells near-ties, which rounding decides, from errors.
 
-Verifying several tokens at once uses other matrix shapes than one step does, so logits differ in their last bits. That
-can flip the choice between two tokens that the plain run itself could not tell apart, and nothing else may.
+Verification of several tokens uses other matrix shapes than a single step, so logits differ in their last bits. This
+may change the choice between two tokens whose scores are equal up to rounding, and must not change anything else.
 """
 
 import math
@@ -13,13 +13,14 @@ import torch
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two greedy texts part, judged by the plain run's own scores.
+    """The first difference of two greedy texts, judged by the scores of the run without a draft.
 
     Attributes:
-        index: First new token that differs.
-        plain, assisted: The two tokens.
-        margin: How much higher the plain run scored its own.
-        bound: The largest margin that rounding explains: 1e-5 of the greatest |score| in float32, two units in the
+        index: Index of the first new token that differs.
+        plain: The token of the run without a draft.
+        assisted: The token of the run with a draft.
+        margin: How much higher the run without a draft scored its own token.
+        bound: The largest margin that rounding explains: 1e-5 of the largest |score| in float32, two units in the
             last place of it in half precision.
     """
 
@@ -31,6 +32,7 @@ class Difference:
 
     @property
     def is_near_tie(self) -> bool:
+        """Whether rounding explains the difference."""
         return self.margin <= self.bound
 
     def __str__(self) -> str:
@@ -42,7 +44,7 @@ class Difference:
 
 
 def near_tie_bound(scores: torch.Tensor, dtype: torch.dtype) -> float:
-    """The largest margin between two of these scores (V,) that rounding in `dtype` explains."""
+    """Return the largest margin between two of these scores (V,) that rounding in `dtype` explains."""
     largest = float(scores[scores.isfinite()].abs().max())
     if dtype == torch.float32:
         return 1e-5 * largest
@@ -52,15 +54,19 @@ def near_tie_bound(scores: torch.Tensor, dtype: torch.dtype) -> float:
 def first_difference(
     plain: Sequence[int], assisted: Sequence[int], plain_scores: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> Difference | None:
-    """Compare two greedy continuations; `None` when they are equal.
+    """Compare two greedy continuations.
 
     Args:
-        plain, assisted: New tokens of the two runs.
-        plain_scores: The plain run's scores, one (1, V) or (V,) tensor a token (`output_scores=True`).
-        dtype: The target's.
+        plain: New tokens of the run without a draft.
+        assisted: New tokens of the run with a draft.
+        plain_scores: Scores of the run without a draft, one (1, V) or (V,) tensor per token (`output_scores=True`).
+        dtype: The target's dtype.
+
+    Returns:
+        The first difference, or `None` if the texts are equal.
 
     Raises:
-        ValueError: one text is the beginning of the other; no tie explains that.
+        ValueError: one text is the beginning of the other, which no tie explains.
     """
     for index, (ours, theirs) in enumerate(zip(plain, assisted, strict=False)):
         if ours != theirs:

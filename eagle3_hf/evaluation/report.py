@@ -1,12 +1,11 @@
-"""Measurements as text: a table per tree size, lines as they come."""
+"""Prints measurements: one table per size of the tree."""
 
 import os
 
 import torch
 from tqdm.auto import tqdm
 
-from ..decoding.draft.candidate import tree_settings
-from ..model.tree_settings import given_tree
+from ..model.tree_settings import given_tree, tree_settings
 from ..model.vocab import check_tokenizer
 from .bench import TREE_FIELDS, TaskResult, compare, encode, round_cost
 from .tasks import load_tasks
@@ -16,7 +15,11 @@ Tree = tuple[int, int, int]
 
 
 def parse_tree(text: str) -> Tree:
-    """`"15/4/4"` -> (15, 4, 4): drafted nodes, levels, children per node."""
+    """Parse the size of a tree such as `"15/4/4"`: drafted nodes, levels, children per node.
+
+    Raises:
+        ValueError: the text is not three positive integers.
+    """
     parts = text.split("/")
     if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"a tree is three positive numbers, nodes/depth/top_k such as 15/4/4, got {text!r}")
@@ -25,7 +28,7 @@ def parse_tree(text: str) -> Tree:
 
 
 def set_tree(target, draft, tree: Tree | None) -> str:
-    """Set nodes, depth and top_k on the head (kept as they are for `None`); returns what holds now, in words."""
+    """Set nodes, depth and top_k on the head, unless `tree` is `None`, and return the resulting size as text."""
     for name, value in zip(TREE_FIELDS, tree or (), strict=False):
         setattr(draft.generation_config, name, value)
     settings = tree_settings(draft, target)
@@ -35,12 +38,12 @@ def set_tree(target, draft, tree: Tree | None) -> str:
 
 
 def print_tasks(
-    target, draft, tokenizer, folder: str | os.PathLike, questions: int, tree: Tree | None, ignore_noise: bool, options
+    target, draft, tokenizer, folder: str | os.PathLike, questions: int, tree: Tree | None, no_coupling: bool, options
 ) -> dict[str, TaskResult]:
-    """Measure every task of a folder with one tree and print a Markdown table."""
+    """Measure every task of a folder with one size of the tree and print a Markdown table."""
     check_tokenizer(draft.config, tokenizer)
     held = set_tree(target, draft, tree)
-    draft.generation_config.assistant_known_noise = not ignore_noise
+    draft.generation_config.assistant_coupled_sampling = not no_coupling
     tasks = load_tasks(folder, questions)
     results = {name: TaskResult() for name in tasks}
     compare(target, draft, encode(tokenizer, "Hello", target.device), **{**options, "max_new_tokens": 8})  # warm up
@@ -68,7 +71,7 @@ def _print_mean(results: dict[str, TaskResult]) -> None:
 
 
 def print_round_cost(target, draft, trees: list[Tree]) -> None:
-    """Median seconds of a plain step and of a round of each tree, and their ratio."""
+    """Print the median time of an ordinary step and of a round of each tree, and their ratio."""
     plain, costs = round_cost(target, draft, trees)
     print(f"plain step {plain * 1e3:.1f} ms")
     for tree, cost in zip(trees, costs, strict=True):

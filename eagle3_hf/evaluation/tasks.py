@@ -1,4 +1,4 @@
-"""Questions to measure on: JSONL files with `turns`, one file a task, in the manner of MT-bench and Spec-Bench."""
+"""Reads questions to measure on: JSONL files with `turns`, one per task, as in MT-bench and Spec-Bench."""
 
 import json
 import os
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 def load_tasks(folder: str | os.PathLike, questions: int) -> dict[str, list[str]]:
-    """The first turns of the first `questions` questions of every `*.jsonl` in a folder, by task name.
+    """Return the first turn of the first `questions` questions of every `*.jsonl` in a folder, by task name.
 
     Raises:
-        ValueError: no such file, one without questions, or a line without `turns`.
+        ValueError: there is no such file, a file has no questions, or a line has no `turns`.
     """
     tasks = {path.stem: _first_turns(path)[:questions] for path in sorted(Path(folder).glob("*.jsonl"))}
     if not tasks:
-        raise ValueError(f"{folder} is no folder, or holds no *.jsonl of questions")
+        raise ValueError(f"{folder} is not a folder that holds *.jsonl files of questions")
     return tasks
 
 

@@ -1,9 +1,12 @@
-"""Heads for other engines, and the card of any head. Knows configs and tensors, and no model class."""
+"""Writes heads for serving engines, and the model card of any head.
+
+This package works on configs and tensors and knows no model class.
+"""
 
 from .card import card_text, serve_command, write_card
 from .errors import ExportError
 from .head import FORMATS, check_folder, export_head, needs_target_weights
-from .unsupported import ENGINES, obstacles
+from .unsupported import ENGINES, unsupported_features
 
 
 __all__ = [
@@ -14,7 +17,7 @@ __all__ = [
     "check_folder",
     "export_head",
     "needs_target_weights",
-    "obstacles",
     "serve_command",
+    "unsupported_features",
     "write_card",
 ]

@@ -1,10 +1,8 @@
-"""The model card of a head: text from its config and generation config, written where nobody has written one.
+"""Writes the model card of a head from its config and generation config, unless a person wrote or edited one.
 
-A card of ours carries a checksum of itself. While that fits, a later save may write a new one; as soon as a person has
-changed a word or a tag it no longer fits, and the card is theirs.
+A generated card contains a checksum of itself. As long as the checksum matches, a later save replaces the card; once a
+person has changed a word or a tag it no longer matches, and the card is left alone.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -21,7 +19,7 @@ from ..model.configuration_eagle3 import Eagle3DraftConfig
 from ..model.tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
 from ..utils.logging import get_logger
 from .engines import CHAIN
-from .unsupported import ENGINES, has_windows, obstacles
+from .unsupported import ENGINES, has_windows, unsupported_features
 
 
 logger = get_logger(__name__)
@@ -31,7 +29,7 @@ Acceptance = Mapping[str, Mapping[str, float | str]]
 
 _MARK = "<!-- Written by eagle3_hf. Edit this card and no save will overwrite it. Checksum {checksum} -->"
 _MARK_PATTERN = re.compile(r"<!-- Written by eagle3_hf\..*?Checksum ([0-9a-f]{16}) -->\n*")
-# What transformers says in the empty card that it writes on a push.
+# A sentence in the empty card that transformers writes on a push.
 _EMPTY_PATTERN = re.compile(r"This is the model card of a .* has been automatically generated\.")
 _TAGS = ["eagle3", "speculative-decoding", "draft-model"]
 _TITLES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators"}
@@ -46,21 +44,21 @@ def card_text(
     acceptance: Acceptance | None = None,
     tags: Iterable[str] = (),
 ) -> str:
-    """A model card with valid metadata, which [`write_card`] will recognise as untouched.
+    """Return a model card with valid metadata, which [`write_card`] recognises as generated.
 
     Args:
-        config: Of the head.
-        generation_config: Holds the tree that is saved with the head.
-        engine: Layout of the folder: "eagle3-hf", "vllm", "sglang" or "speculators".
+        config: The head's config.
+        generation_config: The head's generation config, with the size of the tree that is saved with the head.
+        engine: Format of the folder: "eagle3-hf", "vllm", "sglang" or "speculators".
         coverage: Share of the training targets that the draft vocabulary contains, 0 to 1.
-        acceptance: A table: for each row's name (a task) its columns, such as `{"tau": 2.45, "speed-up": "1.56x"}`.
-        tags: Of the metadata, besides ours.
+        acceptance: The columns of a table by task, such as `{"HumanEval": {"tau": 2.45, "speed-up": "1.56x"}}`.
+        tags: Tags for the metadata, in addition to the generated ones.
     """
     name = config.target_name_or_path if looks_like_hub_id(config.target_name_or_path) else None
     sections = [
         f"# EAGLE-3 head for {name.split('/')[-1] if name else _target_in_words(config)}",
-        "A draft head for speculative decoding: it guesses the next tokens of its target, the target checks them, and "
-        "the text stays the target's own.",
+        "A draft head for speculative decoding: it drafts the next tokens and its target verifies them, so that the "
+        "output is the target's own.",
         _table(_facts(config, generation_config, coverage)),
         _acceptance(acceptance),
         _usage(name),
@@ -75,16 +73,18 @@ def write_card(
     generation_config: GenerationConfig | None = None,
     **about: Any,
 ) -> Path | None:
-    """Write [`card_text`] to the folder's `README.md` unless a person wrote or edited what is there.
+    """Write [`card_text`] to the folder's `README.md` unless a person wrote or edited the card there.
 
-    Never raises: a card is no reason to lose a save; what goes wrong is logged.
+    This function never raises, since a missing card is no reason to lose a save; errors are logged.
 
     Args:
-        folder: Of the saved head.
-        config, generation_config, about: Of [`card_text`].
+        folder: Folder of the saved head.
+        config: See [`card_text`].
+        generation_config: See [`card_text`].
+        about: Further arguments of [`card_text`].
 
     Returns:
-        The card's path, or `None` where it was left as it was.
+        The card's path, or `None` if no card was written.
     """
     path = Path(folder) / CARD_FILE
     try:
@@ -101,7 +101,7 @@ def write_card(
 
 
 def is_replaceable(text: str) -> bool:
-    """Whether a card is ours and untouched, or transformers' empty template. Line ends do not count as an edit."""
+    """Whether a card was generated and not edited, or is transformers' empty template; line ends do not matter."""
     mark, empty = _MARK_PATTERN.search(text), _EMPTY_PATTERN.search(text)
     card = ModelCard(text.replace("\r\n", "\n"))
     if mark is None:
@@ -110,12 +110,12 @@ def is_replaceable(text: str) -> bool:
 
 
 def looks_like_hub_id(name: str | None) -> bool:
-    """Two words of the Hub's alphabet, and no folder here of that name."""
+    """Whether a name has the form of a Hub id and is not a local folder."""
     return bool(name and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not Path(name).exists())
 
 
 def serve_command(engine: str, target: str, head: str) -> str:
-    """The shell command that serves `target` with the head in folder or repository `head`."""
+    """Return the shell command that serves `target` with the head in folder or repository `head`."""
     if engine == "sglang":
         return (
             f"python -m sglang.launch_server --model-path {target} \\\n"
@@ -127,7 +127,7 @@ def serve_command(engine: str, target: str, head: str) -> str:
 
 
 def _is_empty_template(card: ModelCard, description: str) -> bool:
-    """Whether nothing was filled in since the template was rendered."""
+    """Whether the card is transformers' template as it was rendered."""
     metadata = ModelCardData(**card.data.to_dict())
     return ModelCard.from_template(metadata, model_description=description).text.strip() == card.text.strip()
 
@@ -141,7 +141,7 @@ def _signed(metadata: ModelCardData, body: str) -> str:
 
 
 def _checksum(metadata: CardData, body: str) -> str:
-    """Of what is said, not of how the Hub's tools lay out the metadata."""
+    """Return a checksum of the content, independent of how the metadata is formatted."""
     content = json.dumps(metadata.to_dict(), sort_keys=True, default=str) + body.strip()
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -194,7 +194,7 @@ def _layers_in_words(config: Eagle3DraftConfig) -> str:
     if not config.use_aux_hidden_state:
         return "the target's output after its final norm, alone"
     if ids is None:
-        return "not recorded: settled when the head meets its target"
+        return "not recorded; they follow from the target"
     words = ["the embedding's output" if i == 0 else f"the output of block {i - 1}" for i in ids]
     of = f" of {layers} (counted from 0)" if layers is not None else " (counted from 0)"
     return f"{', '.join(map(str, ids))} as `hidden_states` indices: {', '.join(words)}{of}"
@@ -219,7 +219,7 @@ def _rope_in_words(config: Eagle3DraftConfig) -> str:
 
 
 def _variants(config: Eagle3DraftConfig) -> list[str]:
-    words = {
+    variants = {
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
@@ -230,26 +230,26 @@ def _variants(config: Eagle3DraftConfig) -> list[str]:
         f"window of {config.sliding_window}": has_windows(config),
         "latent attention (MLA)": config.is_latent,
     }
-    return [word for word, holds in words.items() if holds]
+    return [word for word, holds in variants.items() if holds]
 
 
-def _table(rows: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())])
+def _table(facts: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items())])
 
 
 def _acceptance(acceptance: Acceptance | None) -> str:
     if not acceptance:
         return ""
-    columns = list(dict.fromkeys(column for row in acceptance.values() for column in row))
+    columns = list(dict.fromkeys(column for results in acceptance.values() for column in results))
     lines = ["| task | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for task, row in acceptance.items():
-        lines.append("| " + " | ".join([task, *(str(row.get(column, "")) for column in columns)]) + " |")
-    meaning = "tau is the number of tokens that a forward pass of the target yields; plain decoding has 1."
+    for task, results in acceptance.items():
+        lines.append("| " + " | ".join([task, *(str(results.get(column, "")) for column in columns)]) + " |")
+    meaning = "tau is the mean acceptance length: tokens per forward pass of the target. Plain decoding has 1."
     return "\n\n".join(["## Acceptance", "\n".join(lines), meaning])
 
 
 def _usage(name: str | None) -> str:
-    """Every layout loads here."""
+    """Return the section on use in transformers; heads of every format load here."""
     code = f'''```python
 from transformers import AutoModelForCausalLM
 from eagle3_hf import Eagle3DraftModel
@@ -265,10 +265,10 @@ def _serving(config: Eagle3DraftConfig, name: str | None, engine: str) -> str:
     target = name or "TARGET"
     if engine != "eagle3-hf":
         command = serve_command(engine, target, "THIS_HEAD")
-        return f"## Serve it\n\nThis folder is in the layout of {_TITLES[engine]}.\n\n```bash\n{command}\n```"
+        return f"## Serve it\n\nThis folder has the format of {_TITLES[engine]}.\n\n```bash\n{command}\n```"
     parts = ["## Serve it"]
     for other in ENGINES:
-        reasons = obstacles(config, other)
+        reasons = unsupported_features(config, other)
         if reasons:
             parts.append(f"**{_TITLES[other]}** cannot run it:\n\n" + "\n".join(f"- {reason}" for reason in reasons))
             continue

@@ -1,6 +1,6 @@
-"""The config and the tensor names of a head as each serving engine reads them. Pure dicts, no weights.
+"""The config and the tensor names of a head as each serving engine reads them; plain dicts, without weights.
 
-Layer ids are `hidden_states` indices here and in vLLM and speculators; SGLang counts outputs of blocks, one less.
+Layer ids are `hidden_states` indices here, in vLLM and in speculators; SGLang numbers outputs of blocks, one less.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from ..published_formats import TARGET_KEYS
 from .unsupported import SGLANG_KEEPS_IDS, has_windows
 
 
-# What vLLM and a served head's commands draft a round unless told otherwise: a chain of three.
+# Drafted tokens per round in the commands that model cards show, as in vLLM's own examples.
 CHAIN = 3
 
 _LAYER_FIELDS = (
@@ -39,11 +39,14 @@ _MLA_FIELDS = (
     "v_head_dim",
     "rope_interleave",
 )
-_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def vllm_config(config: Eagle3DraftConfig, dtype: str) -> dict[str, Any]:
-    """Flat, ids at the top level; a head without aux features says so in `eagle_config`."""
+    """Return vLLM's config: flat, with the ids at the top level.
+
+    A head without auxiliary features says so in `eagle_config`.
+    """
     fields = _flat(config, dtype)
     if config.use_aux_hidden_state:
         fields["eagle_aux_hidden_state_layer_ids"] = config.target_layer_ids
@@ -53,20 +56,22 @@ def vllm_config(config: Eagle3DraftConfig, dtype: str) -> dict[str, Any]:
 
 
 def sglang_config(config: Eagle3DraftConfig, dtype: str) -> dict[str, Any]:
-    """Flat, ids in `eagle_config` as SGLang counts them; the top-level ids, which it does not read, settle what
-    they mean for every other reader."""
+    """Return SGLang's config: flat, with the ids in `eagle_config`, numbered as SGLang does.
+
+    SGLang does not read the ids at the top level; they tell every other reader what the nested ones mean.
+    """
     fields = _flat(config, dtype)
     fields["eagle_config"] = {"use_aux_hidden_state": config.use_aux_hidden_state}
     if config.use_aux_hidden_state:
         fields["eagle_aux_hidden_state_layer_ids"] = config.target_layer_ids
         fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = sglang_layer_ids(config)
     if not config.own_lm_head:
-        fields["draft_vocab_size"] = None  # which makes it take the target's lm_head
+        fields["draft_vocab_size"] = None  # then SGLang uses the target's lm_head
     return fields
 
 
 def sglang_layer_ids(config: Eagle3DraftConfig) -> list[int]:
-    """Outputs of blocks, except where SGLang takes the ids of a target as they are."""
+    """Return the ids as SGLang numbers them: outputs of blocks, except for targets whose ids it takes as they are."""
     ids = config.target_layer_ids or []
     kept = config.target_model_type in SGLANG_KEEPS_IDS and ids[0] != 2
     last = config.target_model_type == "gpt_oss" and ids[-1] == config.target_num_hidden_layers
@@ -76,10 +81,19 @@ def sglang_layer_ids(config: Eagle3DraftConfig) -> list[int]:
 def speculators_config(
     config: Eagle3DraftConfig, dtype: str, verifier: str, verifier_architectures: list[str]
 ) -> dict[str, Any]:
-    """The nested config of speculators 0.9. Flags are spelt out: vLLM and speculators differ in what absence means."""
+    """Return the nested config of speculators 0.9.
+
+    Every flag is written, since vLLM and speculators have different defaults.
+
+    Args:
+        config: The head's config.
+        dtype: The dtype of the exported tensors, such as `"bfloat16"`.
+        verifier: Hub id or folder of the target.
+        verifier_architectures: The target's `architectures`.
+    """
     layer = {**_layer(config), "model_type": "qwen3" if config.qk_norm else "llama"}
     if config.num_captured_layers != 3:
-        layer["num_aux_hidden_states"] = config.num_captured_layers  # vLLM counts no top-level ids
+        layer["num_aux_hidden_states"] = config.num_captured_layers  # vLLM does not count the ids
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": CHAIN,
@@ -95,7 +109,7 @@ def speculators_config(
         "target_hidden_size": None,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
-        **{name: getattr(config, name) for name in _SWITCHES},
+        **{name: getattr(config, name) for name in _FLAGS},
         **_dtype(dtype),
         **_target(config),
         "speculators_config": {
@@ -109,7 +123,7 @@ def speculators_config(
 
 
 def engine_tensor_name(name: str, engine: str) -> str:
-    """Our name of a tensor in the engine's words: SGLang's later layers norm their input with `hidden_norm`."""
+    """Return the engine's name of a tensor: SGLang calls the input norm of later layers `hidden_norm`."""
     parts = name.split(".")
     if engine == "sglang" and parts[0] == "layers" and parts[1] != "0" and parts[2] == "input_layernorm":
         parts[2] = "hidden_norm"
@@ -117,13 +131,13 @@ def engine_tensor_name(name: str, engine: str) -> str:
 
 
 def _flat(config: Eagle3DraftConfig, dtype: str) -> dict[str, Any]:
-    """The common part of vLLM's and SGLang's configs; model_type is one that every transformers knows."""
+    """Return the part that vLLM's and SGLang's configs share; every transformers version knows its `model_type`."""
     fields = {
         **_layer(config),
         "model_type": "llama",
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
-        **{name: getattr(config, name) for name in _SWITCHES},
+        **{name: getattr(config, name) for name in _FLAGS},
         **_dtype(dtype),
         **_target(config),
     }
@@ -132,7 +146,7 @@ def _flat(config: Eagle3DraftConfig, dtype: str) -> dict[str, Any]:
     if config.target_hidden_size != config.hidden_size:
         fields["target_hidden_size"] = config.target_hidden_size
     if config.attention_output_bias != config.attention_bias:
-        # What vLLM's Qwen3 layer does anyway, said for others.
+        # vLLM's Qwen3 layer does this anyway; the key informs other readers.
         fields["attention_output_bias"] = config.attention_output_bias
     if config.qk_norm:
         fields |= {"model_type": "qwen3", "architectures": ["Eagle3Qwen3ForCausalLM"]}
@@ -154,7 +168,7 @@ def _layer(config: Eagle3DraftConfig) -> dict[str, Any]:
 
 
 def _rope(config: Eagle3DraftConfig) -> dict[str, Any]:
-    """RoPE in the words of transformers 5 (one dict) and of 4 (base and scaling apart): either reads the same."""
+    """Return the RoPE under the keys of transformers 5 (one dict) and of transformers 4 (base and scaling)."""
     parameters = dict(config.rope_parameters)
     fields = {"rope_parameters": parameters, "rope_theta": parameters["rope_theta"]}
     if "partial_rotary_factor" in parameters:
@@ -170,7 +184,7 @@ def _dtype(dtype: str) -> dict[str, str]:
 
 
 def _target(config: Eagle3DraftConfig) -> dict[str, Any]:
-    """Nothing that an engine reads; the head is recognised, and checked against its target, when it comes back."""
+    """Return what the head records about its target. No engine reads it; it is checked when loaded here."""
     values = {name: getattr(config, name) for name in TARGET_KEYS}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -1,8 +1,8 @@
-"""What an export raises."""
+"""The error that an export raises."""
 
 
 class ExportError(ValueError):
-    """A head that the wanted engine cannot run as it is; every reason is in the message, and nothing was written."""
+    """The engine cannot run the head as it is. The message lists every reason, and nothing was written."""
 
 
 __all__ = ["ExportError"]

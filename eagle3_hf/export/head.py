@@ -1,6 +1,4 @@
-"""`export_head`: a head in the layout that one engine loads, all of it or nothing."""
-
-from __future__ import annotations
+"""`export_head`: writes a head in the format that one engine loads, completely or not at all."""
 
 import copy
 import json
@@ -24,13 +22,13 @@ from . import borrowed
 from .card import CARD_FILE, looks_like_hub_id, write_card
 from .engines import engine_tensor_name, sglang_config, speculators_config, vllm_config
 from .errors import ExportError
-from .unsupported import ENGINES, obstacles
+from .unsupported import ENGINES, unsupported_features
 
 
 logger = get_logger(__name__)
 
 FORMATS = (*ENGINES, "eagle3-hf")
-_SCALED_EMBEDDINGS = "gemma"  # how the model types begin whose embedding is not the rows of its weight
+_SCALED_EMBEDDINGS = "gemma"  # prefix of the model types whose embedding scales its weight
 
 
 def export_head(
@@ -47,38 +45,38 @@ def export_head(
     """Write a head as `config.json`, `model.safetensors` and a model card for one engine.
 
     Args:
-        draft: An [`Eagle3DraftModel`]; it stays as it is.
-        folder: Where to write; created. A folder with anything in it is refused, with `overwrite` one
-            that holds no head.
-        to: "vllm", "sglang", "speculators" or "eagle3-hf" (our own layout).
-        target: The head's target, to settle what the head's own file left open. Its config is enough, except where the
+        draft: An [`Eagle3DraftModel`]; it is not changed.
+        folder: The folder to write to, which is created. One that is not empty is rejected; with `overwrite`, only one
+            that does not hold a head is.
+        to: "vllm", "sglang", "speculators" or "eagle3-hf" (the format of `save_pretrained`).
+        target: The head's target, for what the head's own file leaves open. Its config is enough, except where the
             format needs the target's weights (see [`needs_target_weights`]).
-        dtype: Of the floating-point tensors; by default they stay as they are. `d2t` stays int64.
-        verifier: Hub id or folder of the target, for "speculators"; by default the name that the head or `target` has.
-        acceptance: Rows of the card's table, such as `{"HumanEval": {"tau": 2.45, "speed-up": "1.56x"}}`.
-        overwrite: Replace the files of an earlier export; other files, and a card that was edited, stay.
+        dtype: The dtype of the floating-point tensors; by default they keep theirs. `d2t` stays int64.
+        verifier: Hub id or folder of the target, for "speculators"; by default the name that head or `target` records.
+        acceptance: Results for the card's table, by task, such as `{"HumanEval": {"tau": 2.45, "speed-up": "1.56x"}}`.
+        overwrite: Replace the files of an earlier export; other files, and a card that was edited, are kept.
 
     Returns:
         The folder.
 
     Raises:
-        ExportError: the engine cannot run this head, each reason by name; or the draft vocabulary or the layer ids are
-            not settled. Nothing was written.
-        FileExistsError: see `folder`.
-        ValueError: `to` or `dtype` is unknown, `target` is not the head's, or the head is offloaded.
+        ExportError: the engine cannot run this head (the message lists every reason), or the draft vocabulary or the
+            layer ids are unknown. Nothing was written.
+        FileExistsError: the folder is not empty, see `folder`.
+        ValueError: `to` or `dtype` is unknown, the head does not fit `target`, or the head is offloaded.
     """
     if to not in FORMATS:
         raise ValueError(f"unknown format {to!r}: choose from {', '.join(FORMATS)}")
     require_resident(draft, "export")
     folder, torch_dtype = Path(folder), _torch_dtype(dtype)
     check_folder(folder, overwrite)
-    config = _settled_config(draft.config, target)
-    problems = _unsettled(draft, config) + (obstacles(config, to) if to in ENGINES else [])
+    config = _completed_config(draft.config, target)
+    problems = _unsettled(draft, config) + (unsupported_features(config, to) if to in ENGINES else [])
     verifier = _verifier(config, verifier, target) if to == "speculators" else None
     if to == "speculators" and verifier is None:
         problems.append(
-            "the verifier: it loads nothing without its target's folder or Hub id, and the head names none that "
-            "is there; pass verifier= (--verifier)"
+            "the verifier: it needs the folder or Hub id of the target, and the head records none that exists; pass "
+            "verifier= (--verifier)"
         )
     extra, missing = _borrowed_tensors(draft, config, to, target)
     problems += missing
@@ -86,8 +84,9 @@ def export_head(
         raise ExportError(f"{to} cannot run this head as it is:\n" + "\n".join(f"- {reason}" for reason in problems))
     if config.guessed_layer_ids:
         logger.warning(
-            f"The layer ids {config.target_layer_ids} of this head are a guess of how its file counts, and {folder} "
-            "states them as a fact. If it accepts little, load the head with target_layer_ids=[...] and export again."
+            f"The layer ids {config.target_layer_ids} of this head are a guess, since its file does not say what they "
+            f"number, and {folder} will not say that they are. If acceptance is low, load the head with "
+            "target_layer_ids=[...] and export it again."
         )
     about = {"engine": to, "acceptance": acceptance}
     with _all_or_nothing(folder) as draft_folder:
@@ -96,14 +95,17 @@ def export_head(
         else:
             _save_for_engine(draft, config, to, draft_folder, torch_dtype, extra, verifier, target)
         write_card(draft_folder, config, draft.generation_config, **about)
-    write_card(folder, config, draft.generation_config, **about)  # where an older card of ours was left in place
+    write_card(folder, config, draft.generation_config, **about)  # an earlier card of ours was left in place
     return folder
 
 
 def needs_target_weights(config: Eagle3DraftConfig, to: str, target: PreTrainedConfig | None = None) -> bool:
-    """Whether the export reads the target's weights: to put them into the file, or to compare them with the head's.
+    """Whether the export needs the target's weights, to write or to compare them.
 
-    `target`, its config, tells what the head may not have recorded.
+    Args:
+        config: The head's config.
+        to: The format, see [`export_head`].
+        target: The target's config, for what the head has not recorded.
     """
     model_type = config.target_model_type or (target.get_text_config().model_type if target is not None else "")
     may_scale = model_type.startswith(_SCALED_EMBEDDINGS)
@@ -116,7 +118,11 @@ def needs_target_weights(config: Eagle3DraftConfig, to: str, target: PreTrainedC
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:
-    """Refuse a place where the export would mix with, or replace, something else."""
+    """Reject a folder in which the export would mix with other files, or replace them.
+
+    Raises:
+        FileExistsError: the folder is a file, or not empty.
+    """
     if folder.is_file():
         raise FileExistsError(f"{folder} is a file: name a folder to write the head to")
     if overwrite and folder.is_dir() and any(folder.iterdir()) and not _holds_a_head(folder):
@@ -132,7 +138,7 @@ def check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def _holds_a_head(folder: Path) -> bool:
-    """Whether its files are of an export, by what only configs of heads say; a target's folder is none."""
+    """Whether the folder holds a draft head, by keys that only configs of heads have."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         marks = [str(config.get(name)) for name in ("model_type", "architectures", "speculators_model_type")]
@@ -145,7 +151,7 @@ def _holds_a_head(folder: Path) -> bool:
 
 
 class _ConfigOfTarget:
-    """As much of a target as its config tells, for checks that need no weights."""
+    """Stands in for a target of which only the config is known, for checks that need no weights."""
 
     def __init__(self, config: PreTrainedConfig):
         self.config = config
@@ -157,8 +163,10 @@ class _ConfigOfTarget:
         return None
 
 
-def _settled_config(config: Eagle3DraftConfig, target: PreTrainedModel | PreTrainedConfig | None) -> Eagle3DraftConfig:
-    """A copy in which what only the target knows is filled in."""
+def _completed_config(
+    config: Eagle3DraftConfig, target: PreTrainedModel | PreTrainedConfig | None
+) -> Eagle3DraftConfig:
+    """Return a copy of the config, completed with what only the target knows."""
     config = copy.deepcopy(config)
     if target is None:
         return config
@@ -175,11 +183,11 @@ def _unsettled(draft: Any, config: Eagle3DraftConfig) -> list[str]:
     problems = []
     if not draft.has_draft_vocab:
         problems.append(
-            "draft vocabulary: only its size is known; train the head, or call draft.set_draft_vocab(ids), first"
+            "draft vocabulary: only its size is known; train the head or call draft.set_draft_vocab(ids) first"
         )
     if config.target_layer_ids is None:
         problems.append(
-            "target_layer_ids: its file names none, and they depend on the target; pass target= (--target)"
+            "target_layer_ids: the head's file names none, and they depend on the target; pass target= (--target)"
         )
     return problems
 
@@ -187,8 +195,7 @@ def _unsettled(draft: Any, config: Eagle3DraftConfig) -> list[str]:
 def _verifier(
     config: Eagle3DraftConfig, given: str | None, target: PreTrainedModel | PreTrainedConfig | None
 ) -> str | None:
-    """The name given, or else the first known one, that is a folder here or could be a Hub id. A folder is named from
-    the root."""
+    """Return the given or first known name that is a local folder (as an absolute path) or could be a Hub id."""
     known = config.target_name_or_path, getattr(getattr(target, "config", target), "_name_or_path", None)
     for name in (given,) if given else known:
         if name and Path(name).is_dir():
@@ -201,7 +208,7 @@ def _verifier(
 def _borrowed_tensors(
     draft: Any, config: Eagle3DraftConfig, to: str, target: PreTrainedModel | PreTrainedConfig | None
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The target's tensors that the file must hold, and why that is not possible."""
+    """Return the target's tensors that the file must hold, and the reasons why that is not possible."""
     model = target if isinstance(target, PreTrainedModel) else None
     if to == "speculators":
         return _speculators_tensors(config, model)
@@ -226,17 +233,17 @@ def _speculators_tensors(
     config: Eagle3DraftConfig, model: PreTrainedModel | None
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     owned = {"embed_tokens": config.own_embeddings, "lm_head": config.own_lm_head}
-    lacking = [name for name, own in owned.items() if not own]
-    if lacking and model is None:
+    missing = [name for name, own in owned.items() if not own]
+    if missing and model is None:
         return {}, [
-            f"{name}: speculators leaves what a file lacks uninitialised, and this head borrows it; pass the target "
+            f"{name}: speculators leaves a missing tensor uninitialised, and this head borrows it; pass the target "
             "itself, a model, as target= (--target)"
-            for name in lacking
+            for name in missing
         ]
     if model is None or config.hidden_size != config.target_hidden_size:
         return {}, []
-    take = {"embed_tokens": borrowed.embedding_of, "lm_head": borrowed.lm_head_of}
-    return {f"{name}.weight": take[name](model, config.vocab_size) for name in lacking}, []
+    read = {"embed_tokens": borrowed.embedding_of, "lm_head": borrowed.lm_head_of}
+    return {f"{name}.weight": read[name](model, config.vocab_size) for name in missing}, []
 
 
 # ----- writing -------------------------------------------------------------------------------------------------------
@@ -261,7 +268,7 @@ def _save_for_engine(
     verifier: str | None,
     target: PreTrainedModel | PreTrainedConfig | None,
 ) -> None:
-    """`verifier` is given for speculators only."""
+    """Write config and tensors for an engine; `verifier` is given only for speculators."""
     tensors = _tensors(draft, to, dtype, extra)
     written = str(tensors["layers.0.input_layernorm.weight"].dtype).removeprefix("torch.")
     if verifier is not None:
@@ -276,7 +283,7 @@ def _save_for_engine(
 def _tensors(
     draft: Any, to: str, dtype: torch.dtype | None, extra: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """`layers.N.*` names without a prefix, `d2t` and `t2d` only with a vocabulary smaller than the target's."""
+    """Return the tensors under the engine's names; `d2t` and `t2d` only with a reduced vocabulary."""
     whole_vocabulary = draft.config.draft_vocab_size == draft.config.vocab_size
     tensors = {}
     for name, tensor in {**draft.state_dict(), **extra}.items():
@@ -291,7 +298,7 @@ def _tensors(
 
 @contextmanager
 def _all_or_nothing(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` to write to, moved into place at the end; an error leaves nothing behind."""
+    """Yield a folder to write to, which is moved to `folder` at the end; an error leaves nothing behind."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     part.mkdir()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import cached_file
 
-from ..published_formats import HeadFormatError, TensorInfo, check_is_head, is_own_layout, read_tensor_table
+from ..published_formats import HeadFormatError, TensorInfo, check_is_head, is_own_format, read_tensor_table
 
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder")
@@ -103,7 +103,7 @@ def _sharded_table(path, index: str, hub: dict[str, Any], config: dict | None) -
         raise HeadFormatError(f"{index} has no `weight_map`: corrupt, download it again")
     if not isinstance(content.get("metadata"), dict):
         raise HeadFormatError(f'{index} has no `metadata`, which transformers needs: add `"metadata": {{}}` to it')
-    if config is not None and not is_own_layout(config):
+    if config is not None and not is_own_format(config):
         _check_index(path, config, set(where))
     table: dict[str, TensorInfo] = {}
     for name in sorted(set(map(str, where.values()))):

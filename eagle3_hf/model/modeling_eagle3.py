@@ -78,8 +78,8 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
     It inherits `GenerationMixin` only so that transformers creates, saves and loads its `generation_config`, where the
     tree settings live: `num_assistant_tokens` (drafted nodes, root not counted), `assistant_tree_depth` (levels) and
     `assistant_tree_top_k` (children per expanded node; 1 = a chain). Where none of the three is set, a call chooses
-    them by the target's device (see `decoding.candidate.tree_settings`). When sampling, the draft looks at the coming
-    random numbers (see `decoding.noise`); `assistant_known_noise = False` there turns that off, to measure its worth.
+    them by the target's device (see `model.tree_settings`). When sampling, the draft looks at the coming random
+    numbers (see `decoding.coupling`); `assistant_coupled_sampling = False` there turns that off.
     """
 
     def __init__(self, config: Eagle3DraftConfig):

@@ -1,9 +1,14 @@
 """The size of a draft tree, as a head's `generation_config` holds it: names, defaults by device, the largest."""
 
+from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
+from ..utils.logging import get_logger
+
+
+logger = get_logger(__name__)
 
 # Drafted nodes, levels and children of an expanded node: the paper's tree (the reference's 60/7/10 counts the root).
 PAPER_TREE = {"num_assistant_tokens": 59, "assistant_tree_depth": 8, "assistant_tree_top_k": 10}
@@ -29,3 +34,70 @@ def given_tree(config: GenerationConfig | None) -> dict[str, Any]:
 def in_words(tree: dict[str, Any]) -> str:
     """Nodes / levels / children."""
     return " / ".join(str(tree[name]) for name in PAPER_TREE)
+
+
+@dataclass(frozen=True)
+class TreeSettings:
+    """How large a tree may grow.
+
+    Args:
+        num_nodes: Drafted nodes kept, the root not counted.
+        depth: Levels, the longest drafted chain.
+        top_k: Children of an expanded node, and nodes expanded a level; 1 is a chain.
+        at_most: These are limits; what pays within them is found out round by round (see `sizing`).
+    """
+
+    num_nodes: int
+    depth: int
+    top_k: int
+    at_most: bool = False
+
+    def __post_init__(self):
+        names = {"num_nodes": "num_assistant_tokens", "depth": "assistant_tree_depth", "top_k": "assistant_tree_top_k"}
+        for attribute, name in names.items():
+            value = getattr(self, attribute)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                auto = "'auto' or " if name == "num_assistant_tokens" else ""
+                raise ValueError(f"{name} must be {auto}an int of at least 1, got {value!r}")
+
+    def capped(self, depth: int) -> "TreeSettings":
+        """At most `depth` levels, and no more nodes than the pool can hold."""
+        depth = min(self.depth, depth)
+        pool = self.top_k + (depth - 1) * self.top_k**2
+        return replace(self, depth=depth, num_nodes=min(self.num_nodes, pool))
+
+
+def draft_window(draft: PreTrainedModel) -> int | None:
+    """Rows that the draft looks back, by its generation config; `None` for all."""
+    window = getattr(draft.generation_config, "assistant_window", None)
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"assistant_window must be None or an int of at least 1, got {window!r}")
+    return window
+
+
+def tree_settings(
+    draft: PreTrainedModel, target: PreTrainedModel, num_assistant_tokens: int | str | None = None
+) -> TreeSettings:
+    """The draft's own settings, with a call's number of nodes instead of its own when given.
+
+    Where neither sets anything, the size is chosen by the target's device; where only some fields are set, the paper's
+    tree has the others. `"auto"` for the number of nodes makes the settings the limits of what `sizing` chooses.
+    """
+    given = given_tree(draft.generation_config)
+    if num_assistant_tokens is not None:
+        given["num_assistant_tokens"] = num_assistant_tokens
+    at_most = given.get("num_assistant_tokens") == "auto"
+    tree = {**PAPER_TREE, **given} if given else _default_tree(target)
+    num_nodes = PAPER_TREE["num_assistant_tokens"] if at_most else tree["num_assistant_tokens"]
+    return TreeSettings(num_nodes, tree["assistant_tree_depth"], tree["assistant_tree_top_k"], at_most)
+
+
+def _default_tree(target: PreTrainedModel) -> dict[str, int]:
+    """By where the target's weights are; offloaded ones are nowhere, and dear enough to fetch for a large tree."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in target.parameters())
+    tree, where = (CPU_TREE, "its target is on a CPU") if on_cpu else (PAPER_TREE, "its target is on an accelerator")
+    logger.info_once(
+        f"The draft head has no tree settings and {where}: it drafts {in_words(tree)} (nodes / levels / children). To "
+        f"choose another tree, set {', '.join(PAPER_TREE)} on draft.generation_config."
+    )
+    return tree

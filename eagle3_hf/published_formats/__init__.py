@@ -1,13 +1,13 @@
-"""Published heads: which dialect a folder speaks, and its config and tensor names in our canonical words.
+"""Published heads of all projects, translated into fields of `Eagle3DraftConfig` and canonical tensor names.
 
-Dialects are told apart by content (config keys, tensor names and shapes), never by a `model_type` or class name, since
-published heads claim to be `llama` and other projects use our class names. A new dialect begins in `dialects` (what
-tells it apart), `names` (its tensor names) and `describe` (its config keys).
+Formats are recognised by their content (config keys, tensor names and shapes), never by `model_type` or a class name,
+since published heads claim to be `llama` and other projects use our class names. Support for a new format begins in
+`detection` (how it is recognised), `names` (its tensor names) and `fields` (its config keys).
 """
 
 from .config_keys import TARGET_KEYS
 from .describe import HeadDescription, describe
-from .detection import check_is_head, is_head_config, is_own_layout
+from .detection import check_is_head, is_head_config, is_own_format
 from .errors import HeadFormatError, shortened
 from .names import DROPPED_TENSORS, WEIGHT_RENAMINGS, FileNames
 from .rope import REFERENCE_THETA
@@ -27,7 +27,7 @@ __all__ = [
     "describe",
     "float_dtype",
     "is_head_config",
-    "is_own_layout",
+    "is_own_format",
     "read_tensor_table",
     "shortened",
 ]

@@ -1,4 +1,4 @@
-"""The keys of published configs: one flat view of nested ones, and what is said about keys that we do not read."""
+"""The keys of published configs: one flat view of nested ones, and notes on keys that leave something open."""
 
 import re
 from typing import Any
@@ -8,10 +8,10 @@ from .errors import HeadFormatError, dictionary
 from .layer_ids import KEY, names_layers
 
 
-# What a head records of its target; our exports carry it into other layouts.
+# What a head records about its target; exports carry it into other formats.
 TARGET_KEYS: tuple[str, ...] = ("target_name_or_path", "target_model_type", "target_num_hidden_layers")
 TARGET_KEYS += ("target_vocab_hash", "target_chat_template_hash")
-# Keys that describe a file, its training or generation, or a part that a draft layer has not.
+# Keys that describe a file, its training or generation, or a part that no draft layer has.
 _NOT_READ = {
     *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
     *("use_cache", "attention_dropout", "pretraining_tp", "max_window_layers", "use_bfloat16"),
@@ -34,7 +34,7 @@ _READ = {
     *("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "eh_proj_before_attn"),
     *("eagle_config", "quantization_config", "attn_implementation"),
 }
-# What transformers 4 wrote into every config, and what a mixture-of-experts target's config is copied with.
+# Keys that transformers 4 wrote into every config, and those copied from the config of a mixture-of-experts target.
 _GENERIC = re.compile(
     r"^(output_|return_dict|is_|add_cross|tie_|chunk_size|pruned_heads|torchscript|tf_|finetuning_task|id2label|label2id"
     r"|problem_type|task_specific|tokenizer_class|prefix$|sep_token|decoder_start|cross_attention|max_length|min_length"
@@ -47,61 +47,68 @@ _GENERIC = re.compile(
 
 
 def is_without_meaning(key: str) -> bool:
-    """Whether this key says nothing about the draft's arithmetic."""
+    """Whether this key is known to have no influence on what the draft computes."""
     return key not in _READ and (key in _NOT_READ or _GENERIC.match(key) is not None)
 
 
 def flat_view(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Layer fields of `transformer_layer_config`, flags of `eagle_config`, the top level, and the caller's overrides.
+    """Return one flat dict of the top level, `transformer_layer_config`, `eagle_config` and the caller's overrides.
 
-    `eagle_config` itself stays, for the layer ids, whose place is their meaning.
+    `eagle_config` itself is kept too, since what its layer ids mean depends on their place.
 
     Raises:
-        HeadFormatError: a nested part that is no dict, or two values for one key.
+        HeadFormatError: a nested part is not a dict, or a key has two values.
     """
     layer, eagle = dictionary(config, "transformer_layer_config"), dictionary(config, "eagle_config")
     flat = {key: value for key, value in config.items() if key != "transformer_layer_config"}
     for key, value in layer.items():
-        _settle(flat, key, value, "transformer_layer_config", conflicts=key in _READ and key != "tie_word_embeddings")
+        _merge(flat, key, value, "transformer_layer_config", conflicts=key in _READ and key != "tie_word_embeddings")
     for key, value in eagle.items():
         if key not in (KEY, "layer_ids") and not names_layers(key, value):
-            _settle(flat, key, value, "eagle_config", conflicts=key in _READ)
+            _merge(flat, key, value, "eagle_config", conflicts=key in _READ)
     return {**flat, **overrides}
 
 
-def _settle(flat: dict[str, Any], key: str, value: Any, where: str, conflicts: bool) -> None:
+def _merge(flat: dict[str, Any], key: str, value: Any, where: str, conflicts: bool) -> None:
     if flat.get(key) is None:
         flat[key] = value
     elif conflicts and value is not None and flat[key] != value:
         raise HeadFormatError(
-            f"its config says {key} {flat[key]!r} at the top, but {value!r} in {where}; load it with {key}= to settle"
+            f"its config says {key} {flat[key]!r} at the top, but {value!r} in {where}; load it with {key}= to choose"
         )
 
 
 def key_notes(
     published: dict[str, Any], flat: dict[str, Any], overrides: dict[str, Any], names: set[str]
 ) -> list[str]:
-    """What a published config leaves open, in words for a warning. Names are the file's."""
+    """Return warnings about what a published config leaves open.
+
+    Args:
+        published: The config as published.
+        flat: Its flat view.
+        overrides: Config fields given by the caller, about which nothing is left open.
+        names: The tensor names in the file.
+    """
     found = (_norm_output(flat, overrides, names), _residual(published, flat), _unknown(flat, overrides))
     return [note for note in found if note is not None]
 
 
 def _norm_output(flat: dict[str, Any], overrides: dict[str, Any], names: set[str]) -> str | None:
-    """SpecForge gave the flag another meaning until 2026-09 and wrote it into the same flat configs."""
+    """Return a note on `norm_output`, which had another meaning in SpecForge until 2026-09."""
     value = flat.get("norm_output")
     midlayer = any(re.match(r"midlayer\.(?!\d)", name) for name in names)
     if value is None or not midlayer or "norm_output" in overrides or "final_norm" in overrides:
         return None
     if value:
         return (
-            "its norm_output: true is read as engines read it (the normed output is fed back); a SpecForge head "
-            "trained before that project's change of 2026-09 was fed the un-normed one: if it accepts little, load it "
-            "with norm_output=False"
+            "its norm_output: true is read as engines read it (the normed output is fed back); SpecForge heads "
+            "trained before that project's change of 2026-09 were fed the un-normed output: if acceptance is low, "
+            "load the head with norm_output=False"
         )
     return (
         "its norm_output: false is read as engines read it (a final norm before lm_head, the un-normed output fed "
-        "back); a SpecForge head trained before that project's change of 2026-09 has no final norm at all: if it "
-        "accepts little, load it with final_norm=False"
+        "back); SpecForge heads trained before that project's change of 2026-09 have no final norm at all: if "
+        "acceptance is low, load the head with final_norm=False"
     )
 
 
@@ -110,7 +117,7 @@ def _residual(published: dict[str, Any], flat: dict[str, Any]) -> str | None:
         return None
     return (
         "its config does not say norm_before_residual; speculators' default False is used, where vLLM assumes True: "
-        "if it accepts little, load it with norm_before_residual=True"
+        "if acceptance is low, load the head with norm_before_residual=True"
     )
 
 
@@ -118,4 +125,4 @@ def _unknown(flat: dict[str, Any], overrides: dict[str, Any]) -> str | None:
     known = _READ | set(overrides)
     found = sorted(key for key, value in flat.items() if key not in known and value not in (None, False))
     keys = [key for key in found if not is_without_meaning(key) and not names_layers(key, flat[key])]
-    return f"config keys that are not understood and have no effect: {keys}" if keys else None
+    return f"unknown config keys, which have no effect: {keys}" if keys else None

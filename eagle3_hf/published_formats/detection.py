@@ -1,4 +1,4 @@
-"""Telling dialects apart, and refusing by name what is no EAGLE-3 head of one autoregressive draft."""
+"""Tells the published formats apart, and rejects what is not an autoregressive EAGLE-3 head, saying what it is."""
 
 import re
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ _QUANTISED = re.compile(
 )
 
 
-def is_own_layout(config: Mapping[str, Any]) -> bool:
-    """Whether `config.json` was written by `Eagle3DraftConfig` (told by its fields, of which one may be lost)."""
+def is_own_format(config: Mapping[str, Any]) -> bool:
+    """Whether `Eagle3DraftConfig` wrote this `config.json`: it has at least two of the fields that only we write."""
     return sum(key in config for key in ("target_layer_ids", "own_embeddings", "own_lm_head", "guessed_layer_ids")) > 1
 
 
@@ -40,16 +40,21 @@ def is_head_config(config: Mapping[str, Any]) -> bool:
     claims = [str(name).lower() for name in config.get("architectures") or ()]
     keys = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
     return (
-        is_own_layout(config)
+        is_own_format(config)
         or config.get("speculators_model_type") == "eagle3"
         or any(config.get(key) is not None for key in keys)
         or any("eagle3" in name for name in claims)
     )
 
 
-def dialect(config: Mapping[str, Any], names: set[str]) -> str:
-    """Who writes such folders, for people to read; nothing is decided by it. Names are the file's."""
-    if is_own_layout(config):
+def format_name(config: Mapping[str, Any], names: set[str]) -> str:
+    """Return which project writes such folders. This is for people to read; no decision depends on it.
+
+    Args:
+        config: The published config.
+        names: The tensor names in the file.
+    """
+    if is_own_format(config):
         return "eagle3_hf"
     mla = ", MLA" if any("kv_a_proj_with_mqa" in name for name in names) else ""
     if is_speculators(config):
@@ -69,8 +74,16 @@ def dialect(config: Mapping[str, Any], names: set[str]) -> str:
 
 
 def check_is_head(config: Mapping[str, Any], names: set[str]) -> None:
-    """Raise unless these tensor names (the file's) and config keys are an EAGLE-3 head's, saying what they are."""
-    reason = _other_method(config, names) or _no_head({canonical_name(name) for name in names}, config)
+    """Check that config keys and tensor names are those of an EAGLE-3 head.
+
+    Args:
+        config: The published config.
+        names: The tensor names in the file.
+
+    Raises:
+        HeadFormatError: they are not; the message says what they are instead.
+    """
+    reason = _other_method(config, names) or _not_a_head({canonical_name(name) for name in names}, config)
     reason = reason or other_shape(names)
     if reason is not None:
         kind = config.get("architectures") or config.get("model_type") or "unknown"
@@ -82,7 +95,7 @@ def _other_method(config: Mapping[str, Any], names: set[str]) -> str | None:
     flags = {**config, **(eagle if isinstance(eagle, dict) else {})}
     for key, method in _OTHER_METHODS.items():
         if flags.get(key) not in (None, False):
-            return f"this is a {method} head (its config has `{key}`), which does not draft token after token"
+            return f"this is a {method} head (its config has `{key}`), which does not draft one token after another"
     algorithm = config.get("speculators_model_type")
     if algorithm not in (None, "eagle3"):
         return f"this is a {algorithm} speculator (`speculators_model_type`), not EAGLE-3"
@@ -92,7 +105,7 @@ def _other_method(config: Mapping[str, Any], names: set[str]) -> str | None:
 
 
 def _variant(flags: Mapping[str, Any], names: set[str]) -> str | None:
-    """EAGLE-3 heads with a layer of another shape."""
+    """Recognise relatives of EAGLE-3 whose layer computes something else."""
     if flags.get("eh_proj_before_attn") or any(re.search(r"(^|\.)(eh_proj|enorm|hnorm)\.", name) for name in names):
         return "this head projects [embedding, hidden] before its attention (`eh_proj`), which is not EAGLE-3's layer"
     if flags.get("use_mtp_layernorm"):
@@ -105,7 +118,7 @@ def _variant(flags: Mapping[str, Any], names: set[str]) -> str | None:
         return f"this head drafts {steps} tokens in parallel (`parallel_draft_step`), not one after another"
     later = [name for name in names if re.match(r"midlayer\.[1-9]\d*\.hidden_norm\.", name)]
     if later or (flags.get("next_layer_regular") is False and any(re.match(r"(mid)?layers?\.1\.", n) for n in names)):
-        return "this is a Megatron deep head (numbered `midlayer.N`, not ordinary later layers), TensorRT-LLM's alone"
+        return "this is a Megatron deep head (layers `midlayer.N` that read features), which only TensorRT-LLM runs"
     return None
 
 
@@ -118,29 +131,29 @@ def _quantised(config: Mapping[str, Any], names: set[str]) -> str | None:
 
 
 def reads_no_features(config: Mapping[str, Any]) -> bool:
-    """Whether the head reads the target's last hidden state alone, and so has no `fc`."""
+    """Whether the head reads only the target's last hidden state, and therefore has no `fc`."""
     eagle = config.get("eagle_config")
     nested = eagle.get("use_aux_hidden_state") if isinstance(eagle, dict) else None
     return config.get("use_aux_hidden_state") is False or nested is False
 
 
-def _no_head(names: set[str], config: Mapping[str, Any]) -> str | None:
-    """What the canonical names look like, if not like a head."""
+def _not_a_head(names: set[str], config: Mapping[str, Any]) -> str | None:
+    """Return what the canonical names look like, or `None` where they are a head's."""
     fuses = "fc.weight" in names
     reads_feature = f"{_FIRST}hidden_norm.weight" in names
-    # The map is EAGLE-3's alone: with it, what is missing is a tensor, and is named as one later.
+    # Only EAGLE-3 heads have a vocabulary map: a file with one is a head, and a tensor that it lacks is named later.
     has_layer = any(name.startswith(_FIRST) for name in names)
     if has_layer and ((fuses and (reads_feature or "d2t" in names)) or (not fuses and reads_no_features(config))):
         return None
     if reads_feature and not fuses:
         return (
-            "missing tensors ['fc.weight']: the rest of a head is there, and its config does not say "
+            "missing tensors ['fc.weight']: the rest of a head is there, but its config does not say "
             "`use_aux_hidden_state: false`"
         )
     if fuses:
         return (
             "it has `fc.weight`, but no layer that reads a feature (`midlayer.hidden_norm`, `layers.0.hidden_norm`): "
-            "an EAGLE-1/EAGLE-2 head or an unknown dialect"
+            "an EAGLE-1/EAGLE-2 head or an unknown format"
         )
     if any("embed_tokens" in name or "wte" in name for name in names):
         return f"this is an ordinary model with {len(names)} tensors, not an EAGLE-3 draft head: no `fc.weight`"

@@ -1,4 +1,4 @@
-"""The one error of loading a head, and the check that most of a config begins with."""
+"""The error that loading a head raises, and a check that most readers of a config share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ _LONGEST = 1200  # characters; a file can put a megabyte where a number belongs
 
 
 def shortened(text: str, longest: int = _LONGEST) -> str:
-    """The text without its middle, if it is too long to be read; the way out stands at the end."""
+    """Return the text without its middle if it is too long to be read; what to do stands at its end, which stays."""
     if len(text) <= longest:
         return text
     end = longest // 4
@@ -16,17 +16,17 @@ def shortened(text: str, longest: int = _LONGEST) -> str:
 
 
 class HeadFormatError(ValueError):
-    """A folder that is no EAGLE-3 head, a damaged one, or one in a dialect that is not supported."""
+    """The folder is not an EAGLE-3 head, is damaged, or has a format that is not supported."""
 
     def __init__(self, message: str):
         super().__init__(shortened(message))
 
 
 def dictionary(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The dict under this key, empty where there is none.
+    """Return the dict under this key, an empty one if the key is absent.
 
     Raises:
-        HeadFormatError: something else is there.
+        HeadFormatError: the value is not a dict.
     """
     value = config.get(key)
     if value is not None and not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A head's own RoPE, from the keys of transformers 4 and 5; the target's is never inherited."""
+"""Reads a head's own RoPE from the keys of transformers 4 and 5; the target's RoPE is never inherited."""
 
 import sys
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from .errors import HeadFormatError, dictionary
 
 
-REFERENCE_THETA = 10000.0  # what the reference uses when a head's config names no base
+REFERENCE_THETA = 10000.0  # the base that the reference uses when a head's config names none
 _SYNONYMS = {"su": "longrope"}
-# What the rope types of transformers read, and what multimodal configs add.
+# Entries that the rope types of transformers read, and those that multimodal configs add.
 _ENTRIES = {
     *("rope_type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor", "truncate"),
     *("attention_factor", "beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor"),
@@ -17,14 +17,17 @@ _ENTRIES = {
 
 
 def rope_parameters(config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """`rope_parameters` before `rope_scaling` (with `rope_theta`) before base 10000; `type` means `rope_type`.
+    """Return the head's rope parameters in the form of transformers 5.
+
+    `rope_parameters` takes precedence over `rope_scaling` (with `rope_theta`), and this over the base 10000. The key
+    `type` is read as `rope_type`.
 
     Args:
         config: A flat config.
-        notes: What was assumed is appended.
+        notes: Assumptions are appended to it.
 
     Raises:
-        HeadFormatError: not a dict, no type name, or no positive base.
+        HeadFormatError: the parameters are not a dict, their type is not a name, or the base is not positive.
     """
     new, old = dictionary(config, "rope_parameters"), dictionary(config, "rope_scaling")
     _note_two_types(new, old, notes)
@@ -46,21 +49,21 @@ def rope_parameters(config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def multimodal_note(rope: dict[str, Any]) -> list[str]:
-    """A note on rotary positions of several axes."""
+    """Return a note if the parameters are those of a multimodal rope with several axes."""
     if "mrope_section" not in rope:
         return []
     return [
-        f"multimodal rope (mrope_section {rope['mrope_section']}) is applied as plain rope: the same for text, "
-        "not for tokens inside an image"
+        f"multimodal rope (mrope_section {rope['mrope_section']}) is applied as plain rope, which is equal for text, "
+        "but not for tokens inside an image"
     ]
 
 
 def _known_entries(rope: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The entries that have a meaning; a dict for each type of layer stays, to be refused as a whole."""
-    strange = sorted(key for key, value in rope.items() if key not in _ENTRIES and not isinstance(value, dict))
-    if strange:
-        notes.append(f"entries of its rope parameters that are not understood and have no effect: {strange}")
-    rope = {key: value for key, value in rope.items() if key not in strange}
+    """Return the entries that have a meaning. A dict per layer type is kept: the config rejects it as a whole."""
+    unknown = sorted(key for key, value in rope.items() if key not in _ENTRIES and not isinstance(value, dict))
+    if unknown:
+        notes.append(f"entries of its rope parameters that are not understood and have no effect: {unknown}")
+    rope = {key: value for key, value in rope.items() if key not in unknown}
     section, interleaved = rope.get("mrope_section", []), rope.get("mrope_interleaved", False)
     if not isinstance(section, list) or not all(type(part) is int for part in section):
         raise HeadFormatError(f"its config's mrope_section must be a list of integers, got {section!r}")

@@ -1,10 +1,10 @@
-"""Draft layers of other shapes than EAGLE-3's own, told by a tensor that only they have."""
+"""Draft layers that compute something else than EAGLE-3's, recognised by a tensor that only they have."""
 
 import re
 from collections.abc import Iterable
 
 
-# What the tensor's name looks like -> what the layer is. The first that fits is named.
+# Pattern of a tensor's name -> what the layer is. The first pattern that matches is reported.
 _SHAPES = {
     r"\.(experts|block_sparse_moe|shared_experts?|shared_expert_gate)\.|\.(mlp|feed_forward)\.(gate|router)\.": (
         "its draft layer is a mixture of experts"
@@ -17,19 +17,22 @@ _SHAPES = {
     r"\.self_attn\.indexer\.": "its attention is sparse, with an indexer",
     r"\.self_attn\.(g_proj|gate_proj|attn_gate|output_gate|o_gate)\.": "its attention has an output gate",
     r"\.(linear_attn|mamba|mixer|ssm|conv1d|short_conv)\.": "its draft layer is recurrent or convolutional",
-    r"\.(pre|post)_feedforward_layernorm\.": "its draft layer has norms on both sides, as Gemma's",
+    r"\.(pre|post)_feedforward_layernorm\.": "its draft layer has norms before and after each part, as Gemma's",
     r"(layernorm|_norm|\bnorm)\.bias$": "its norms are LayerNorms with biases",
-    r"\.mlp\.(fc1|fc2|c_fc|c_proj|dense_h_to_4h|dense_4h_to_h|w1|w2|w3)\.": "its MLP is no gated one",
-    r"^fc(\d|\.\d)": "it fuses the target's features by several layers",
+    r"\.mlp\.(fc1|fc2|c_fc|c_proj|dense_h_to_4h|dense_4h_to_h|w1|w2|w3)\.": "its MLP is not a gated one",
+    r"^fc(\d|\.\d)": "it fuses the target's features with several layers",
     r"^lm_head\.bias$": "its output layer has a bias",
-    r"^medusa|\.medusa|^hydra": "it has the heads of Medusa or Hydra",
+    r"^medusa|\.medusa|^hydra": "it is a Medusa or Hydra head",
 }
 
 
 def other_shape(names: Iterable[str]) -> str | None:
-    """What is different about a head with these tensors (the file's names), in words; `None` for EAGLE-3's own shape.
+    """Return what is unsupported about a head with these tensors; `None` where nothing is recognised.
 
-    Without an expert, an unmerged adapter and so on, whatever is left over is named later, tensor by tensor.
+    A tensor that no pattern matches and no head has is reported later, when the head is compared with an empty one.
+
+    Args:
+        names: The tensor names in the file.
     """
     names = sorted(names)
     for pattern, shape in _SHAPES.items():

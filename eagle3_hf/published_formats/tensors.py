@@ -1,4 +1,4 @@
-"""What a weights file says about its tensors, read without loading one."""
+"""Reads the table of a weights file: its tensors' names, shapes and dtypes, without loading any of them."""
 
 import os
 import zipfile
@@ -15,17 +15,17 @@ _VOCABULARY = ("d2t", "t2d")
 
 
 class TensorInfo(NamedTuple):
-    """What a weights file says about one tensor; `dtype` as torch spells it, `"float16"`."""
+    """Shape and dtype of one tensor; the dtype is spelled as in torch, such as `"float16"`."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def read_tensor_table(path: str | os.PathLike) -> dict[str, TensorInfo]:
-    """Names, shapes and dtypes of the tensors of a `.safetensors` or `.bin` file; no code in the file is ever run.
+    """Return the tensors of a `.safetensors` or `.bin` file by name; no code in the file is ever run.
 
     Raises:
-        HeadFormatError: the file is truncated or corrupt, or a pickle that wants to run code.
+        HeadFormatError: the file is truncated or corrupt, or is a pickle that holds code.
     """
     try:
         if str(path).endswith(".safetensors"):
@@ -47,7 +47,7 @@ def _safetensors_table(path) -> dict[str, TensorInfo]:
 
     table = {}
     with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - the file object is no mapping
+        for name in file.keys():  # noqa: SIM118 - the file object is not a mapping
             part = file.get_slice(name)
             dtype = part.get_dtype()
             table[name] = TensorInfo(tuple(part.get_shape()), _SAFETENSORS_DTYPES.get(dtype, dtype.lower()))
@@ -64,27 +64,27 @@ def _pickle_table(path) -> dict[str, TensorInfo]:
     _check_plain(path, state)
     empty = [name for name, tensor in state.items() if tensor.is_meta]
     if empty:
-        raise HeadFormatError(f"{os.fspath(path)} has shapes, but no numbers for {empty}: save the head again")
+        raise HeadFormatError(f"{os.fspath(path)} has shapes, but no values for {empty}: save the head again")
     return {name: TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in state.items()}
 
 
 def _check_plain(path, state) -> None:
-    """A pickle can hold any kind of tensor, under any name, of any shape over a storage of a few bytes."""
+    """Check that a pickle holds only plain tensors, none of which claims more bytes than the file has."""
     import torch
 
     if not isinstance(state, dict):
         kind = "null" if state is None else type(state).__name__
         raise HeadFormatError(f"{os.fspath(path)} holds a {kind}, not a dict of named tensors")
-    strangers = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-    if strangers:
+    others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if others:
         raise HeadFormatError(
-            f"{os.fspath(path)} holds {strangers[:5]} that are no tensors: a training checkpoint, not the weights of "
-            "a head"
+            f"{os.fspath(path)} holds {others[:5]} that are not tensors: a training checkpoint, not the "
+            "weights of a head"
         )
     size = os.path.getsize(path)
     for name, tensor in state.items():
         if not isinstance(name, str):
-            raise HeadFormatError(f"{os.fspath(path)} names a tensor {name!r}, which is no string")
+            raise HeadFormatError(f"{os.fspath(path)} names a tensor {name!r}, which is not a string")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise HeadFormatError(f"{os.fspath(path)}: {name} is sparse or quantised, not a plain tensor")
         if tensor.numel() * tensor.element_size() > size:
@@ -94,7 +94,7 @@ def _check_plain(path, state) -> None:
 
 
 def rounding_note(tensors: dict[str, TensorInfo], names: FileNames) -> list[str]:
-    """A note on tensors that the one dtype of the loaded head does not hold exactly. Keys are our names."""
+    """Return a note on tensors that are rounded when the head is loaded in one dtype. Keys are canonical names."""
     dtype = float_dtype(tensors, names)
     exact = {"float64": set(_FLOAT_DTYPES), "float32": {"float32", "float16", "bfloat16"}}.get(str(dtype), {dtype})
     rounded = sorted(name for name, info in tensors.items() if name not in _VOCABULARY and info.dtype not in exact)
@@ -103,24 +103,27 @@ def rounding_note(tensors: dict[str, TensorInfo], names: FileNames) -> list[str]
     kinds = sorted({tensors[name].dtype for name in rounded})
     shown = [names.show(name) for name in rounded]
     return [
-        f"all is loaded as {dtype}, which rounds its {kinds} tensors {shown}; pass dtype=torch.float32 if it matters"
+        f"the head is loaded as {dtype}, which rounds its {kinds} tensors {shown}; pass dtype=torch.float32 to keep "
+        "their precision"
     ]
 
 
 def float_dtype(tensors: dict[str, TensorInfo], names: FileNames) -> str | None:
-    """The dtype of the head's largest matrix; `None` without one. Keys are our names.
+    """Return the dtype of `fc`, or of `o_proj` without one; `None` without either. Keys are canonical names.
 
     Raises:
-        HeadFormatError: quantised weights, or a vocabulary map that a cast to a float dtype has rounded.
+        HeadFormatError: weights are quantised, or a cast to a float dtype has rounded the vocabulary map.
     """
     if "d2t" in tensors and tensors["d2t"].dtype not in ("int64", "int32"):
         dtype = tensors["d2t"].dtype
         damage = "cannot hold" if "int" in dtype or dtype == "bool" else "rounds"
-        raise HeadFormatError(f"d2t must be integer offsets, got {dtype}, which {damage} them")
+        raise HeadFormatError(f"d2t must hold integer offsets, got {dtype}, which {damage} them")
     for name, info in tensors.items():
         if name not in _VOCABULARY and info.dtype not in _FLOAT_DTYPES:
             shown = names.show(name)
-            raise HeadFormatError(f"{shown} has dtype {info.dtype}: quantised heads are refused, use the original one")
+            raise HeadFormatError(
+                f"{shown} has dtype {info.dtype}: quantised heads are not supported, use the original one"
+            )
     for name in ("fc.weight", "layers.0.self_attn.o_proj.weight"):
         if name in tensors:
             return tensors[name].dtype

@@ -1,4 +1,4 @@
-"""Which draft layers see a window of rows only, from the keys that transformers' configs have for it."""
+"""Which draft layers attend to a sliding window, from the keys that transformers' configs have for it."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def windows(config: dict[str, Any], layers: int, notes: list[str]) -> dict[str, Any]:
-    """`layer_types` and `sliding_window`, if a layer of the draft slides; else nothing.
+    """Return `layer_types` and `sliding_window` if a draft layer has a window, else nothing.
 
     Args:
-        config: A flat config. Its `layer_types` may be those of a deeper model; the first `layers` count.
-        layers: Of the draft.
-        notes: What was assumed is appended.
+        config: A flat config. Its `layer_types` may be those of a deeper model; the first `layers` entries are used.
+        layers: Number of draft layers.
+        notes: Assumptions are appended to it.
 
     Raises:
-        HeadFormatError: no list, too short a list, or layers that slide without a window.
+        HeadFormatError: `layer_types` is not a list, is too short, or names sliding layers without a window.
     """
     window, types = config.get("sliding_window"), config.get("layer_types")
     if types is None:
@@ -40,10 +40,10 @@ def windows(config: dict[str, Any], layers: int, notes: list[str]) -> dict[str, 
 
 
 def _known(types: list[Any], notes: list[str]) -> list[str]:
-    strange = [kind for kind in types if kind not in _KINDS]
-    if strange:
+    unknown = [kind for kind in types if kind not in _KINDS]
+    if unknown:
         notes.append(
-            f"its layer_types {strange} are not known ({list(_KINDS)} are), and these layers get full attention; pass "
+            f"its layer_types {unknown} are not known ({list(_KINDS)} are), and these layers get full attention; pass "
             "layer_types=[...] to override"
         )
-    return ["full_attention" if kind in strange else kind for kind in types]
+    return ["full_attention" if kind in unknown else kind for kind in types]

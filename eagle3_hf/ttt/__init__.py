@@ -1,1 +1,1 @@
-"""Training-time test: the loss, the unroll over the head's own outputs, and its attention."""
+"""Training-time test: the unroll of a head over its own outputs, its attention, and its loss."""

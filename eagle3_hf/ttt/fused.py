@@ -1,9 +1,10 @@
 """Attention of training-time test in memory linear in the length.
 
-The causal part over the step-0 keys runs in fused kernels, which give their output `o` and log-sum-exp `l`; the few
-own-row terms `z_i` are merged exactly: `L = logsumexp(l, z_1, ..., z_s)` and `exp(l - L) o + sum_i exp(z_i - L) v_i`.
-Backward, the kernels get the merged output and `L`, and give their part of the joint softmax's gradients. Same numbers
-as `attention.ttt_attention`; no tensor of rows by rows exists.
+The causal part over the step-0 keys runs in fused kernels, which return their output `o` and log-sum-exp `l`. The few
+scores `z_i` of a query with its own keys of later steps are merged exactly: `L = logsumexp(l, z_1, ..., z_s)` and
+`exp(l - L) o + sum_i exp(z_i - L) v_i`. In the backward pass the kernels are given the merged output and `L`, and
+return their part of the joint softmax's gradients. The results equal those of `eager.ttt_attention`, and no tensor of
+queries by keys exists.
 """
 
 from collections.abc import Sequence
@@ -28,52 +29,52 @@ class Prefix:
     """The causal part of one step.
 
     Attributes:
-        blocks: Of visible step-0 keys.
-        rows: (B or 1, R) row of each query.
-        width: Step-0 keys that a query sees, its own row's included; all when `None`.
+        blocks: Blocks of visible pairs of query and step-0 key.
+        positions: (B or 1, Q), the position of each query.
+        width: Number of step-0 keys that a query sees, its own included; all when `None`.
     """
 
     blocks: Sequence[Block]
-    rows: Tensor
+    positions: Tensor
     width: int | None = None
 
     def forward(self, states: States, scaling: float) -> tuple[Tensor, Tensor, list]:
-        """Output (B, heads, R, value width), log-sum-exp (B, heads, R) float32, what the kernels keep."""
+        """Return output (B, heads, Q, value width), log-sum-exp (B, heads, Q) float32, and what the kernels keep."""
         if self._is_one:
             output, norm, kept = self._kernel(states, self.blocks[0]).forward(states, scaling, True, None)
             return output, norm, [kept]
         query, _, value = states
-        batch, heads, num_rows, _ = query.shape
-        output = query.new_zeros(batch, num_rows, heads, value.shape[-1]).transpose(1, 2)
-        norm = query.new_full((batch, heads, num_rows), float("-inf"), dtype=torch.float32)
+        batch, heads, num_queries, _ = query.shape
+        output = query.new_zeros(batch, num_queries, heads, value.shape[-1]).transpose(1, 2)
+        norm = query.new_full((batch, heads, num_queries), float("-inf"), dtype=torch.float32)
         kept = []
         for block in self.blocks:
             part, part_norm, state = self._run(block, states, scaling)
             kept.append(state)
-            rows, norms = output[block.batch, :, block.queries], norm[block.batch, :, block.queries]
+            so_far, norms = output[block.batch, :, block.queries], norm[block.batch, :, block.queries]
             if block.more:
                 merged = torch.logaddexp(norms, part_norm)
-                part = rows * (norms - merged).exp()[..., None] + part * (part_norm - merged).exp()[..., None]
+                part = so_far * (norms - merged).exp()[..., None] + part * (part_norm - merged).exp()[..., None]
                 part_norm = merged
-            rows.copy_(part)
+            so_far.copy_(part)
             norms.copy_(part_norm)
         return output, norm, kept
 
     def backward(
         self, gradient: Tensor, states: States, output: Tensor, norm: Tensor, scaling: float, kept: list
     ) -> list[Tensor]:
-        """Gradients of query, key and value, given the output and log-sum-exp of the whole softmax."""
+        """Return the gradients of query, key and value, given output and log-sum-exp of the whole softmax."""
         if self._is_one:
             kernel = self._kernel(states, self.blocks[0])
             return list(kernel.backward(gradient, states, output, norm, scaling, True, None, kept[0]))
-        # A key of many blocks sums many parts: not in half precision.
+        # The gradient of a key in many blocks is a sum of many parts, which half precision would round.
         shared = not all(block.causal for block in self.blocks)
         dtype = torch.promote_types(gradient.dtype, torch.float32) if shared else gradient.dtype
         sums = [torch.zeros_like(state, dtype=dtype) for state in states]
         for block, state in zip(self.blocks, kept, strict=True):
             parts = self._run_backward(block, gradient, states, output, norm, scaling, state)
-            for total, part, place in zip(sums, parts, (block.queries, block.keys, block.keys), strict=True):
-                total[block.batch, :, place] += part
+            for total, part, where in zip(sums, parts, (block.queries, block.keys, block.keys), strict=True):
+                total[block.batch, :, where] += part
         return [total.to(gradient.dtype) for total in sums]
 
     @property
@@ -85,18 +86,18 @@ class Prefix:
         return kernel_for(states[0], states[2], block.masked)
 
     def _run(self, block: Block, states: States, scaling: float):
-        states, mask = block.cut(states), block.mask(self.rows, self.width, states[0].dtype)
+        states, mask = block.cut(states), block.mask(self.positions, self.width, states[0].dtype)
         return self._kernel(states, block).forward(states, scaling, block.causal, mask)
 
     def _run_backward(self, block: Block, gradient, states, output, norm, scaling, kept) -> States:
-        states, mask = block.cut(states), block.mask(self.rows, self.width, states[0].dtype)
+        states, mask = block.cut(states), block.mask(self.positions, self.width, states[0].dtype)
         gradient, output, norm = (part[block.batch, :, block.queries] for part in (gradient, output, norm))
         kernel = self._kernel(states, block)
         return kernel.backward(gradient, states, output, norm, scaling, block.causal, mask, kept)
 
 
 class _Merged(torch.autograd.Function):
-    """One step; heads of keys and values are grouped, and expanded only inside."""
+    """The attention of one step. Grouped keys and values are expanded to all heads only inside."""
 
     @staticmethod
     def forward(ctx, prefix: Prefix, scaling: float, query: Tensor, *states: Tensor) -> Tensor:
@@ -130,28 +131,29 @@ class _Merged(torch.autograd.Function):
 
 
 def _expanded(key: Tensor, value: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(B, kv_heads, T, width) -> (B, heads, T, width)."""
+    """Repeat (B, kv_heads, T, width) to (B, heads, T, width)."""
     if group == 1:
         return key, value
     return key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
 
 
 def _reduced(gradient: Tensor, group: int) -> Tensor:
-    """The gradient of what `_expanded` was given."""
+    """Return the gradient with respect to the input of `_expanded`."""
     return gradient if group == 1 else gradient.unflatten(1, (-1, group)).sum(2)
 
 
 def _grouped(query: Tensor, group: int) -> Tensor:
-    """(B, heads, ...) -> (B, kv_heads, group, ...)."""
+    """View (B, heads, ...) as (B, kv_heads, group, ...)."""
     return query.unflatten(1, (-1, group))
 
 
 def _own_scores(query: Tensor, key: Tensor, scaling: float, group: int) -> Tensor:
-    """(B, heads, R) float32: each query with its own row's key."""
+    """Return (B, heads, Q) float32, the score of each query with its own key of a later step."""
     return (_grouped(query, group) * key[:, :, None]).sum(-1, dtype=torch.float32).flatten(1, 2) * scaling
 
 
 def _merge_own(output, norm, query, keys, values, scaling, group) -> tuple[Tensor, Tensor]:
+    """Merge the queries' own keys and values into output and log-sum-exp of the prefix."""
     scores = [_own_scores(query, key, scaling, group) for key in keys]
     total = torch.stack([norm, *scores]).logsumexp(0)
     merged = output * (norm - total).exp()[..., None].to(output.dtype)
@@ -163,7 +165,7 @@ def _merge_own(output, norm, query, keys, values, scaling, group) -> tuple[Tenso
 
 
 def _own_backward(gradient, query, key, value, norm, delta, scaling, group) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (query, key, value) of one own-row term."""
+    """Return the gradients of query, key and value from one step's own keys."""
     weight = (_own_scores(query, key, scaling, group) - norm).exp()
     d_weight = (_grouped(gradient, group) * value[:, :, None]).sum(-1, dtype=torch.float32).flatten(1, 2)
     d_score = _grouped((weight * (d_weight - delta) * scaling).to(query.dtype), group)[..., None]
@@ -177,10 +179,15 @@ def _own_backward(gradient, query, key, value, norm, delta, scaling, group) -> t
 def fused_attention(
     query: Tensor, keys: list[Tensor], values: list[Tensor], scaling: float, prefix: Prefix, first: int = 1
 ) -> Tensor:
-    """What `ttt_attention` gives, from the same arguments and with `prefix` in place of rows, window and documents.
+    """Compute what `ttt_attention` does, with `prefix` in place of positions, window and documents.
 
     Args:
-        first: The first later step whose own-row key is inside the window.
+        query: See `ttt_attention`.
+        keys: See `ttt_attention`.
+        values: See `ttt_attention`.
+        scaling: See `ttt_attention`.
+        prefix: The visible step-0 keys.
+        first: The first later step whose key is inside the window.
     """
     dtype = _dtype(query)
     seen = [state.to(dtype) for states in (keys, values) for state in (states[0], *states[first:])]
@@ -188,7 +195,7 @@ def fused_attention(
 
 
 def can_fuse(query: Tensor, value: Tensor) -> bool:
-    """Whether there are kernels for heads like these and they give the eager numbers; tried once, on made-up rows."""
+    """Whether fused kernels exist for such heads and agree with the eager form. Tried once, on random states."""
     return _trial(query.device, _dtype(query), query.shape[-1], value.shape[-1])
 
 
@@ -202,10 +209,10 @@ def _dtype(query: Tensor) -> torch.dtype:
 def _trial(device: torch.device, dtype: torch.dtype, key_width: int, value_width: int) -> bool:
     try:
         with torch.enable_grad():
-            error = max(_error(device, dtype, key_width, value_width, rows) for rows in (None, [3, 8, 21, 34]))
-        problem: object = None if error < 0.05 else f"the kernels' numbers are {error:.2g} off"
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as refusal:
-        problem = refusal
+            error = max(_error(device, dtype, key_width, value_width, sampled) for sampled in (None, [3, 8, 21, 34]))
+        problem: object = None if error < 0.05 else f"the kernels' results are off by {error:.2g}"
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
+        problem = error
     if problem is not None:
         logger.warning(
             f"training attention runs unfused, in memory that grows with the square of the length (on {device}, in "
@@ -215,15 +222,15 @@ def _trial(device: torch.device, dtype: torch.dtype, key_width: int, value_width
 
 
 def _error(
-    device: torch.device, dtype: torch.dtype, key_width: int, value_width: int, chosen: list[int] | None
+    device: torch.device, dtype: torch.dtype, key_width: int, value_width: int, sampled: list[int] | None
 ) -> float:
-    """Largest difference of output and gradients from the eager ones in double precision, by the largest number."""
+    """Return the largest relative difference of output and gradients from the eager ones in double precision."""
     generator, length = torch.Generator().manual_seed(0), 40
-    rows = torch.tensor([chosen or range(length)])
-    sizes = [(2, rows.shape[1], key_width)]  # heads, rows, width: the query, then keys and values of two steps
-    sizes += [(1, size, width) for width in (key_width, value_width) for size in (length, rows.shape[1])]
+    positions = torch.tensor([sampled or range(length)])
+    sizes = [(2, positions.shape[1], key_width)]  # heads, length, width: the query, then keys and values of two steps
+    sizes += [(1, size, width) for width in (key_width, value_width) for size in (length, positions.shape[1])]
     inputs = [torch.randn(1, *size, generator=generator).to(dtype) for size in sizes]
-    prefix = Prefix(blocks_of(length, None, None if chosen is None else [chosen]), rows.to(device))
+    prefix = Prefix(blocks_of(length, None, None if sampled is None else [sampled]), positions.to(device))
 
     def attend(device, dtype, attention, *where):
         query, *states = (state.to(device, dtype).requires_grad_() for state in inputs)
@@ -234,5 +241,5 @@ def _error(
     # The first call may come from within a checkpointed step, which must not count what is saved here as its own.
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         mine = attend(device, dtype, fused_attention, prefix)
-        expected = attend("cpu", torch.float64, ttt_attention, rows)
+        expected = attend("cpu", torch.float64, ttt_attention, positions)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, expected, strict=True))

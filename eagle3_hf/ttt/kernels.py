@@ -1,9 +1,9 @@
 """torch's fused attention kernels with their log-sum-exp, and their own backward passes.
 
-A kernel takes queries, keys and values (b, heads, n, width), equally many heads of each, and a mask that is added to
-the scores. Its backward pass takes output and log-sum-exp from the caller: given those of a softmax over more keys
-than the block has, it gives the block's share of the gradients, because it computes with `exp(scores - log-sum-exp)`
-and `sum(gradient * output)` alone (Liu et al., Ring Attention, arXiv 2310.01889).
+A kernel takes queries, keys and values (b, heads, n, width), the same number of heads of each, and a mask that is
+added to the scores. Its backward pass takes output and log-sum-exp from the caller. Given those of a softmax over more
+keys than the block has, it returns the block's share of the gradients, because it computes only with `exp(scores -
+log-sum-exp)` and `sum(gradient * output)` (Liu et al., Ring Attention, arXiv 2310.01889).
 """
 
 from typing import Any, Protocol
@@ -19,8 +19,10 @@ States = tuple[Tensor, ...]  # query, key, value
 
 
 class Kernel(Protocol):
+    """A fused attention kernel with an explicit backward pass."""
+
     def forward(self, states: States, scaling: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor, Any]:
-        """Output like the query, natural log-sum-exp (b, heads, n), and what `backward` wants back."""
+        """Return the output, shaped like the query, the log-sum-exp (b, heads, n), and state for `backward`."""
         ...
 
     def backward(
@@ -34,12 +36,12 @@ class Kernel(Protocol):
         mask: Tensor | None,
         kept: Any,
     ) -> States:
-        """Gradients of query, key and value."""
+        """Return the gradients of query, key and value."""
         ...
 
 
 class CpuFlash:
-    """Any dtype; keys and values of one width."""
+    """torch's flash attention on CPUs, for any dtype; keys and values have the same width."""
 
     def forward(self, states, scaling, causal, mask):
         output, norm = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -54,7 +56,7 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """Half precision, no mask."""
+    """torch's flash attention on CUDA, for half precision without a mask."""
 
     def forward(self, states, scaling, causal, mask):
         output, norm, *kept = aten._scaled_dot_product_flash_attention(*states, 0.0, causal, scale=scaling)
@@ -68,7 +70,10 @@ class CudaFlash:
 
 
 class CudaEfficient:
-    """Any dtype, masks; wants log-sum-exps of a multiple of 32 rows, and masks whose every row starts aligned."""
+    """torch's memory-efficient attention on CUDA, for any dtype, with masks.
+
+    It needs the log-sum-exp of a multiple of 32 queries, and a mask in which the keys of every query start aligned.
+    """
 
     def forward(self, states, scaling, causal, mask):
         query = states[0]
@@ -93,9 +98,9 @@ def _aligned(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 class Padded:
-    """A kernel on heads of any width, values of another width than the keys included.
+    """Runs a kernel on heads of any width; values may have another width than the keys.
 
-    Zeros behind queries and keys change no score, and zeros behind values are columns of the output to be dropped.
+    Zeros appended to queries and keys change no score, and zeros appended to values give output columns to drop.
     """
 
     def __init__(self, kernel: Kernel, multiple: int = 1):
@@ -118,14 +123,14 @@ class Padded:
 
 
 def kernel_for(query: Tensor, value: Tensor, masked: bool) -> Kernel:
-    """The kernel for heads like these, on their device.
+    """Return the kernel for such heads on their device.
 
     Raises:
-        NotImplementedError: none is known there.
+        NotImplementedError: there is none for this device.
     """
     if query.device.type == "cpu":
         return Padded(CpuFlash())
     if query.device.type != "cuda":
-        raise NotImplementedError(f"no fused kernel that gives its log-sum-exp is known for {query.device.type}")
+        raise NotImplementedError(f"no fused kernel that returns its log-sum-exp is known for {query.device.type}")
     flash = query.dtype in (torch.float16, torch.bfloat16) and max(query.shape[-1], value.shape[-1]) <= 256
     return Padded(CudaFlash() if flash and not masked else CudaEfficient(), multiple=8)

@@ -1,4 +1,4 @@
-"""How a head is trained: the steps of training-time test, their weights, and what a step's loss is."""
+"""Settings of training-time test: its steps, their weights, and the loss of a step."""
 
 import math
 from dataclasses import dataclass
@@ -11,26 +11,25 @@ ATTENTIONS = ("fused", "eager")
 
 @dataclass(frozen=True)
 class TTTSettings:
-    """Settings of [`Eagle3DraftModel.forward`] when it is called with labels.
+    """Settings of [`Eagle3DraftModel.forward`] with labels.
 
     Args:
-        num_steps: Number of steps of training-time test; a head drafts about as deep as it was trained. 1 is plain
-            training on the target's features, as in EAGLE-2.
-        step_decay: Step `s` of the loss has the weight `decay^s`, unless `step_weights` are given.
-        step_weights: A weight for each step, in place of the decay.
-        position_share: Share of the positions that the steps after the first run on, drawn anew for every batch.
-        loss_type: `"soft_cross_entropy"` (the paper's), `"kl"` (the same less the teacher's entropy: the same
-            gradients, zero at the optimum) or `"acceptance"` (minus the logarithm of the chance that a token drawn
-            from the head is accepted), see `ttt.loss`.
-        feature_loss_weight: Weight of EAGLE-2's regression of the target's last feature, beside the loss above.
-        attention: `"fused"`, or `"eager"`, its slow reference.
-        checkpoint_steps: Run each step again in the backward pass, instead of keeping what it computed.
-        loss_chunk: Number of positions whose draft logits exist at a time; they are computed again in the backward
-            pass. With `None` the logits of all positions are computed at once and kept, which saves the second
-            computation and takes the most memory.
+        num_steps: Steps of training-time test; a head drafts well about as deep as it was trained. 1 trains on the
+            target's features only, as EAGLE-2 does.
+        step_decay: The weight of step `s` is `decay^s`, unless `step_weights` are given.
+        step_weights: A weight for each step, instead of the decay.
+        position_share: Share of the rows that the steps after the first run on, drawn anew for every batch.
+        loss_type: `"soft_cross_entropy"` (the paper's), `"kl"` (the same minus the teacher's entropy: the same
+            gradients, zero at the optimum) or `"acceptance"` (minus the logarithm of the probability that a token
+            drawn from the head is accepted), see `ttt.loss`.
+        feature_loss_weight: Weight of EAGLE-2's regression of the target's last feature, added to the loss above.
+        attention: `"fused"`, or `"eager"`, its slow reference form.
+        checkpoint_steps: Run each step again in the backward pass instead of keeping its activations.
+        loss_chunk: How many positions' draft logits exist at a time; the backward pass computes them again. With
+            `None` all logits are computed at once and kept, which is faster and takes the most memory.
 
     Raises:
-        ValueError: a value has no meaning; the message names the field.
+        ValueError: a value is invalid; the message names the field.
     """
 
     num_steps: int = 7
@@ -52,7 +51,9 @@ class TTTSettings:
         if not (math.isfinite(self.feature_loss_weight) and self.feature_loss_weight >= 0):
             raise ValueError(f"feature_loss_weight must be 0 or more, got {self.feature_loss_weight}")
         if self.loss_chunk is not None and self.loss_chunk < 1:
-            raise ValueError(f"loss_chunk must be at least 1 position, or None for all at once, got {self.loss_chunk}")
+            raise ValueError(
+                f"loss_chunk must be at least 1, or None for all positions at once, got {self.loss_chunk}"
+            )
         for name, allowed in (("loss_type", LOSS_TYPES), ("attention", ATTENTIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -73,24 +74,25 @@ class TTTSettings:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The weight of every step."""
+        """Return the weight of every step."""
         return self.step_weights or tuple(self.step_decay**step for step in range(self.num_steps))
 
     def check_fits(self, config: Any) -> None:
-        """Check that these settings can be computed for a head, by its `Eagle3DraftConfig`.
+        """Check that a head with this `Eagle3DraftConfig` can be trained with these settings.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: the feature loss cannot be computed for this head.
         """
         if not self.feature_loss_weight:
             return
         if config.hidden_size != config.target_hidden_size:
             raise ValueError(
                 f"feature_loss_weight compares the head's output of width {config.hidden_size} with the target's "
-                f"feature of width {config.target_hidden_size}: give the head the target's hidden_size, or set it to 0"
+                f"feature of width {config.target_hidden_size}: give the head the target's hidden_size, or set "
+                "feature_loss_weight to 0"
             )
         if not config.use_aux_hidden_state:
             raise ValueError(
                 "feature_loss_weight compares with the target's last feature before its final norm, which a head "
-                "that reads the normed output (use_aux_hidden_state=False) never sees: set it to 0"
+                "that reads the normed output (use_aux_hidden_state=False) does not have: set feature_loss_weight to 0"
             )

@@ -1,7 +1,7 @@
-"""The training-time-test unroll: a head run on its own output, step by step (paper section 3.2).
+"""The training-time-test unroll: runs a head on its own output, step by step (paper section 3.2).
 
-Row `t` of step `s` sits at position `t + s` of its document and learns the token two further on. With several
-documents in a row of the batch (packing) a document starts wherever `position_ids` is 0; nothing crosses its ends.
+Position `t` at step `s` has the rotary position `t + s` and learns the token two further on. In packed sequences a
+document starts wherever `position_ids` is 0, and nothing crosses its ends.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .settings import TTTSettings
 
 
 class Unrolled(Protocol):
-    """What the unroll calls of a head; [`Eagle3DraftModel`] says what each does."""
+    """The methods of a head that the unroll calls, see [`Eagle3DraftModel`]."""
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor: ...
     def run_layers(
@@ -38,46 +38,56 @@ def training_time_test(
     settings: TTTSettings,
     borrowed: Borrowed,
 ) -> list[StepLoss]:
-    """Unroll the draft on its own output: features fed back and not detached, tokens teacher-forced.
+    """Unroll the draft on its own output, which is fed back without detaching; the tokens are teacher-forced.
 
     With `position_share` < 1 the steps after the first run on that share of the positions, drawn at random: positions
-    of these steps do not see one another, so each is exact, and the loss is scaled up to all positions.
+    of these steps do not see one another, so each result is exact, and the loss is weighted up to all positions.
 
     Args:
+        draft: The head.
         input_ids: (B, T).
-        features: (B, T, A * Ht) target features of the same tokens.
-        supervision: Says where documents start, too.
+        features: (B, T, A * Ht), the target's features of the same tokens.
+        supervision: What the target says, and where documents start.
+        settings: Steps and loss.
+        borrowed: The target's modules that the head uses.
+
+    Returns:
+        The loss of each step.
     """
     unroll = _Unroll(draft, input_ids, supervision, settings, borrowed)
-    hidden, rows, losses = draft.fuse(features), unroll.all_rows(), []
+    hidden, queries, losses = draft.fuse(features), unroll.all_positions(), []  # hidden (B, T, H)
     for step in range(settings.num_steps):
         if step == 1 and settings.position_share < 1:
-            rows = unroll.sampled_rows(rows)
-            hidden = _take_rows(hidden, rows.rows)
+            queries = unroll.sampled_positions(queries)
+            hidden = _gathered(hidden, queries.positions)  # (B, Q, H)
         if settings.checkpoint_steps and torch.is_grad_enabled():
-            output = checkpoint(unroll.run, hidden, step, rows, use_reentrant=False)
+            output = checkpoint(unroll.run, hidden, step, queries, use_reentrant=False)
         else:
-            output = unroll.run(hidden, step, rows)
-        losses.append(unroll.loss(output, step, rows))  # outside: it sees to its own memory
+            output = unroll.run(hidden, step, queries)
+        losses.append(unroll.loss(output, step, queries))  # not checkpointed here: it has checkpoints of its own
         hidden = draft.feedback(output)
     return losses
 
 
 @dataclass
-class _Rows:
-    """Rows that some steps run on and their positions at step 0, (B, R); (B,) what the loss of one counts.
+class _Queries:
+    """The positions that some steps run on.
 
-    `pairs` are the supervised ones of these steps, found at once: it takes a wait for the device.
+    Attributes:
+        positions: (B, Q), where they are in their sequences.
+        position_ids: (B, Q), their rotary positions at step 0.
+        pairs: The supervised pairs of each step, found for all steps at once, since that waits for the device.
+        weights: (B,), the weight of a loss in each sequence; 1 when `None`.
     """
 
-    rows: torch.Tensor
     positions: torch.Tensor
+    position_ids: torch.Tensor
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     weights: torch.Tensor | None = None
 
 
 class _Unroll:
-    """What all steps share. `run` may be called again for a step, by the backward pass of a checkpoint."""
+    """What all steps share. The backward pass of a checkpoint may call `run` again."""
 
     def __init__(self, draft, input_ids, supervision, settings, borrowed):
         self.draft, self.supervision, self.settings = draft, supervision, settings
@@ -86,39 +96,40 @@ class _Unroll:
         self.everything = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         self.attend = TTTAttention(self.everything, supervision.position_ids, settings.attention)
 
-    def run(self, hidden: torch.Tensor, step: int, rows: _Rows) -> torch.Tensor:
-        """The layers of one step: (B, R, H) in and out."""
+    def run(self, hidden: torch.Tensor, step: int, queries: _Queries) -> torch.Tensor:
+        """Run the layers of one step; input and output are (B, Q, H)."""
         self.attend.step = step
-        return self.draft.run_layers(hidden, self._embeds(step, rows), rows.positions + step, self.attend)
+        return self.draft.run_layers(hidden, self._embeds(step, queries), queries.position_ids + step, self.attend)
 
-    def loss(self, output: torch.Tensor, step: int, rows: _Rows) -> StepLoss:
-        """Of the layers' output (B, R, H) of one step."""
-        in_batch, place, entries = rows.pairs[step]
-        taught = output.flatten(0, 1).index_select(0, in_batch * output.shape[1] + place)
-        weights = None if rows.weights is None else rows.weights[in_batch]
+    def loss(self, output: torch.Tensor, step: int, queries: _Queries) -> StepLoss:
+        """Return the loss of one step from the layers' output (B, Q, H)."""
+        sequence, column, entries = queries.pairs[step]
+        taught = output.flatten(0, 1).index_select(0, sequence * output.shape[1] + column)
+        weights = None if queries.weights is None else queries.weights[sequence]
         return step_loss(taught, self.head, entries, self.supervision, self.settings, weights)
 
-    def all_rows(self) -> _Rows:
+    def all_positions(self) -> _Queries:
+        """Return every position, for step 0 and, without sampling, for all steps."""
         given, sampled = self.supervision.position_ids, self.settings.position_share < 1
         pairs = self.supervision.pairs_of_steps(self.everything, range(1 if sampled else self.settings.num_steps))
-        return _Rows(self.everything, self.everything if given is None else given, pairs)
+        return _Queries(self.everything, self.everything if given is None else given, pairs)
 
-    def sampled_rows(self, before: _Rows) -> _Rows:
-        """Only some rows from here on."""
+    def sampled_positions(self, before: _Queries) -> _Queries:
+        """Draw the positions for the steps after the first."""
         steps = self.settings.num_steps
-        rows = self.supervision.sample_rows(self.settings.position_share, steps)
-        self.attend.sample(rows)
-        pairs = self.supervision.pairs_of_steps(rows, range(1, steps))
-        weights = self.supervision.row_weights(rows.shape[1], steps)
-        return _Rows(rows, before.positions.gather(1, rows), pairs, weights)
+        positions = self.supervision.sample_positions(self.settings.position_share, steps)
+        self.attend.sample(positions)
+        pairs = self.supervision.pairs_of_steps(positions, range(1, steps))
+        weights = self.supervision.sample_weights(positions.shape[1], steps)
+        return _Queries(positions, before.position_ids.gather(1, positions), pairs, weights)
 
-    def _embeds(self, step: int, rows: _Rows) -> torch.Tensor:
-        """(B, R, H) of the tokens that the rows read at a step."""
-        if rows.rows is self.everything:
-            return self.embeds[:, step + 1 : step + 1 + rows.rows.shape[1]]
-        return _take_rows(self.embeds, rows.rows + step + 1)
+    def _embeds(self, step: int, queries: _Queries) -> torch.Tensor:
+        """Return (B, Q, H), the embeddings of the tokens that the positions read at a step."""
+        if queries.positions is self.everything:
+            return self.embeds[:, step + 1 : step + 1 + queries.positions.shape[1]]
+        return _gathered(self.embeds, queries.positions + step + 1)
 
 
-def _take_rows(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """(B, T, H) at rows (B, R) -> (B, R, H)."""
-    return tokens.gather(1, rows[..., None].expand(-1, -1, tokens.shape[-1]))
+def _gathered(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return (B, Q, H), the states (B, T, H) at positions (B, Q)."""
+    return states.gather(1, positions[..., None].expand(-1, -1, states.shape[-1]))

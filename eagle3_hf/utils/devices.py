@@ -1,4 +1,4 @@
-"""Which device is this process's own, and where a model is, in words for the headers of reports."""
+"""The device of this process, and the devices of a model as text for reports."""
 
 import os
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def own_device() -> torch.device:
-    """The accelerator of this process, the one of its `LOCAL_RANK` under a launcher; else the CPU.
+    """Return the accelerator of this process, under a launcher that of its `LOCAL_RANK`, or the CPU if there is none.
 
     Raises:
         ValueError: a launcher has started more processes than there are accelerators.
@@ -18,13 +18,14 @@ def own_device() -> torch.device:
     rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.accelerator.device_count()
     if rank >= count:
         raise ValueError(
-            f"this is process {rank} (LOCAL_RANK) of this machine, which has {count} {kind.type} device(s)"
+            f"this is process {rank} (LOCAL_RANK), but this machine has only {count} {kind.type} device(s): start one "
+            "process per device"
         )
     return torch.device(kind.type, rank)
 
 
 def place_in_words(model: Any) -> str:
-    """Such as `"cuda:0 (NVIDIA H100), bfloat16"`; all devices of a model that is spread."""
+    """Return devices and dtype of a model as text, such as `"cuda:0 (NVIDIA H100), bfloat16"`."""
     devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
     return f"{', '.join(map(_device_in_words, devices))}, {str(model.dtype).removeprefix('torch.')}"
 

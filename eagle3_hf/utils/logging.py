@@ -1,4 +1,4 @@
-"""Loggers that hang under transformers' own, so that its verbosity governs ours too."""
+"""Loggers below transformers' own, so that its verbosity applies to this package too."""
 
 import logging
 import os
@@ -17,22 +17,25 @@ _NAME = __name__.partition(".")[0]
 
 
 def get_logger(name: str) -> "TransformersLogger":
-    """The logger of a module of ours, by its `__name__`.
+    """Return the logger of a module of this package.
 
     Level and handlers are those of the logger `transformers`: `transformers.utils.logging.set_verbosity_info()` and
-    `TRANSFORMERS_VERBOSITY=info` show what our modules say at level info. `logging.getLogger("eagle3_hf")` is above
-    all of ours, for a level of their own.
+    `TRANSFORMERS_VERBOSITY=info` show messages of level info. `logging.getLogger("eagle3_hf")` is the parent of all
+    loggers of this package and can be given another level.
+
+    Args:
+        name: The module's `__name__`.
     """
-    transformers_logging.get_verbosity()  # gives the logger its handler and level on first use
+    transformers_logging.get_verbosity()  # the first call gives the logger its handler and level
     logging.getLogger(_NAME).parent = logging.getLogger("transformers")
     return transformers_logging.get_logger(name)
 
 
 @contextmanager
 def info_shown() -> Iterator[None]:
-    """Show our lines at level info, not those of transformers, which would be a flood.
+    """Show this package's messages of level info, but not the many of transformers.
 
-    Where `TRANSFORMERS_VERBOSITY` is set it decides; of several processes only the first says more.
+    If `TRANSFORMERS_VERBOSITY` is set it takes precedence. Of several processes only the first shows more.
     """
     ours = logging.getLogger(_NAME)
     before = ours.level
@@ -45,7 +48,7 @@ def info_shown() -> Iterator[None]:
 
 
 def follow_transformers() -> None:
-    """Undo [`info_shown`] for the rest of the run: a level was asked for by transformers' own option."""
+    """Undo [`info_shown`] for the rest of the run, since transformers' own option sets a level."""
     logging.getLogger(_NAME).setLevel(logging.NOTSET)
 
 

@@ -83,7 +83,7 @@ def test_interruption_says_so(model_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("eagle3_hf.training.datagen.synthesis.synthesize", interrupt)
     assert datagen(model_folder, tmp_path / "my chats.jsonl", "--num-chats", "2") == 130
     first, command = capsys.readouterr().err.strip().splitlines()[-2:]
-    assert first == "interrupted; the same command goes on from what was saved:"
+    assert first == "interrupted; the same command resumes from what was saved:"
     assert command.startswith(f"eagle3-hf datagen {model_folder} '{tmp_path}/my chats.jsonl' --max-new-tokens 6 ")
     assert command.endswith("--device cpu --num-chats 2")
     monkeypatch.setattr("eagle3_hf.inspection.inspect_head", interrupt)
@@ -267,10 +267,10 @@ def test_options_may_be_spelt_with_underscores_and_dtypes_short(model_folder, tm
             "the disk is full: .*runs/a.*run the same command",
         ),
         (RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed"), "the disk is full: "),
-        (ModuleNotFoundError("No module named 'gguf'", name="gguf"), "^gguf is missing .*: pip install gguf$"),
+        (ModuleNotFoundError("No module named 'gguf'", name="gguf"), "^gguf is not installed .*: pip install gguf$"),
         (
             OSError("We couldn't connect to 'https://x' to load the files.\nCheck."),
-            "^no/where is no folder or file here",
+            "^no/where is not a local folder or file",
         ),
         (ServerError("http://x/v1 gave no answer: Name or service not known"), "^http://x/v1 gave no answer: Name"),
         (KeyError("rope"), "^unexpected KeyError: rope .eagle3-hf --traceback COMMAND ... shows where.$"),
@@ -316,9 +316,9 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, capsys):
     assert main(["inspect", "nobody/nothing"]) == 1
     assert time.perf_counter() - start < 15
     first, last = capsys.readouterr().err.strip().splitlines()
-    assert first == "http://127.0.0.1:9 cannot be reached: of nobody/nothing only what is cached is used"
+    assert first == "http://127.0.0.1:9 cannot be reached: for nobody/nothing only cached files are used"
     assert last.startswith(
-        "eagle3-hf inspect: nobody/nothing is no folder or file here, and the Hub cannot be reached"
+        "eagle3-hf inspect: nobody/nothing is not a local folder or file, and the Hub cannot be reached"
     )
     assert constants.HF_HUB_OFFLINE
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -366,11 +366,11 @@ def test_the_device_of_a_process(monkeypatch):
     assert [device(text) for text in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda:1"]
     for text in ("cuda:2", "mps"):
         with pytest.raises(
-            argparse.ArgumentTypeError, match=f"there is no {text} here, but cpu, cuda, cuda:0, cuda:1"
+            argparse.ArgumentTypeError, match=f"this machine has no {text}, but cpu, cuda, cuda:0, cuda:1"
         ):
             device(text)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match=r"process 2 \(LOCAL_RANK\) of this machine, which has 2 cuda"):
+    with pytest.raises(ValueError, match=r"process 2 \(LOCAL_RANK\), but this machine has only 2 cuda"):
         own_device()
 
 
@@ -409,7 +409,9 @@ def test_a_target_is_spread_by_one_process_only(model_folder, prompts, tmp_path,
     assert main(["datagen", model_folder, str(tmp_path / "a"), *options, '{"": "cpu"}']) == 0
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["datagen", model_folder, str(tmp_path / "b"), *options, "auto"]) == 1
-    assert "--device-map auto spreads the target over devices, but there are 2 processes" in capsys.readouterr().err
+    assert (
+        "--device-map auto spreads the target over all devices, and each of the 2 processes" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main(["datagen", model_folder, str(tmp_path / "b"), *options, "auto", "--device", "cpu"])
     assert "argument --device: not allowed with argument --device-map" in capsys.readouterr().err

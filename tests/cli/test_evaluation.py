@@ -88,7 +88,7 @@ def test_tasks_are_read_and_bad_ones_named(tmp_path):
     (tmp_path / "two.jsonl").write_text('{"question": "q"}\n')
     with pytest.raises(ValueError, match=r"two\.jsonl"):
         load_tasks(tmp_path, 3)
-    with pytest.raises(ValueError, match="holds no"):
+    with pytest.raises(ValueError, match="is not a folder that holds"):
         load_tasks(tmp_path / "nowhere", 3)
 
 

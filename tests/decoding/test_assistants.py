@@ -9,10 +9,10 @@ import torch
 from transformers import GenerationConfig, pipeline
 
 import eagle3_hf
-from decoding.test_refusals import words
 from eagle3_hf import Eagle3DraftModel
 from support.drafts import draft_of, new_draft, target_of
 from support.families import prompt, tiny
+from support.tokenizers import words
 
 
 LINE = r"assistant_model=Eagle3DraftModel\.from_pretrained\("

@@ -1,7 +1,9 @@
 """Batches: rows of different lengths, at different steps, finished at different times; nothing tells from vanilla's.
 
 Every call is compared with plain `generate` in all that a caller can see: ids, generator, scores, logits, hidden
-states, the whole returned cache (finished rows too), and the calls of streamers, processors and criteria.
+states, the whole returned cache (finished rows too), and the calls of streamers, processors and criteria. Where
+family, mode, tree and the rest are independent, every two of their levels meet in some case; `--all-settings` runs
+all cases.
 """
 
 import itertools
@@ -18,10 +20,9 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from decoding.test_stopping import AfterCalls, raising, surroundings, tokenizer  # noqa: F401 - a fixture
 from eagle3_hf.decoding import loop
 from eagle3_hf.decoding.target.runner import CACHE_KEY
-from heads.test_variants import HEADS, deepseek
+from support.callbacks import AfterCalls, raising, surroundings
 from support.drafts import (
     FOUR,
     MODES,
@@ -41,7 +42,8 @@ from support.drafts import (
     set_tree,
     target_of,
 )
-from support.families import FAMILIES, VOCAB_SIZE, prompt
+from support.families import FAMILIES, VOCAB_SIZE, deepseek, prompt
+from support.heads import VARIANTS
 
 
 TWO = pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -72,6 +74,7 @@ def check_in_step(draft) -> None:
 # ----- shapes of a batch ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("family", FAMILIES)
 @MODES
 @pytest.mark.parametrize("tree", ["paper", "cpu", "chain"])
@@ -84,6 +87,7 @@ def test_left_padded_prompts(family, mode, tree):
     assert stats.emitted == 3 * (NEW_TOKENS - 1)
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("lengths", [[1, 1], [17, 3], [4, 20, 11, 4, 1, 9, 30]], ids=str)
@@ -93,6 +97,7 @@ def test_sizes_of_batches(family, mode, lengths):
     check_ragged(draft, len(lengths))
 
 
+@pytest.mark.pairwise
 @TWO
 @MODES
 @pytest.mark.parametrize("half", [False, True], ids=["all words", "half of the words"])
@@ -118,13 +123,14 @@ def test_a_row_of_padding_alone(family, mode):
     compare(*pair(family), inputs, **mode)
 
 
+@pytest.mark.pairwise
 @TWO
 @MODES
 @pytest.mark.parametrize(
-    "name", [name for name in HEADS if "latent with" in name or "one of" in name or "output" in name]
+    "name", [name for name in VARIANTS if "latent with" in name or "one of" in name or "output" in name]
 )
 def test_other_heads(name, family, mode):
-    draft = set_tree(new_draft(target_of(family), half=False, **HEADS[name]), "cpu")
+    draft = set_tree(new_draft(target_of(family), half=False, **VARIANTS[name]), "cpu")
     compare(target_of(family), draft, padded([25, 6]), **mode)
 
 
@@ -166,6 +172,7 @@ def test_a_returned_cache_goes_on(family, mode):
 # ----- rows that end -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("steps", [[2, 9, 15], [12, None, 3], [0, 8, None], [0, 0, 0], [5, 5, 5]], ids=str)
@@ -175,6 +182,7 @@ def test_rows_finish_at_their_own_time(family, mode, steps):
     compare(target, draft, inputs, eos_token_id=eos, accepts=max(step or 0 for step in steps) > 0, **mode)
 
 
+@pytest.mark.pairwise
 @MODES
 @pytest.mark.parametrize("tree", ["paper", "chain"])
 @pytest.mark.parametrize("outputs", [{}, {"output_scores": True}, {"output_hidden_states": True}], ids=str)
@@ -185,6 +193,7 @@ def test_what_is_not_asked_for_is_not_returned(mode, tree, outputs):
     compare(target, draft, inputs, eos_token_id=eos, **{**nothing, **outputs}, **mode)
 
 
+@pytest.mark.pairwise
 @TWO
 @MODES
 @pytest.mark.parametrize("steps", [[2, 9, 15], [12, None, 3], [0, 8, None], [6, 6, 6]], ids=str)
@@ -208,6 +217,7 @@ def test_pad_is_end_of_sequence(family, mode):
     compare(*pair(family), inputs, eos_token_id=eos, pad_token_id=eos[0], **mode)
 
 
+@pytest.mark.pairwise
 @TWO
 @MODES
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
@@ -242,6 +252,7 @@ class RowsFinish(StoppingCriteria):
 STEPS = [[3, 3, 3], [1, 6, 12], [12, 2, 7], [30, 5, 30]]
 
 
+@pytest.mark.pairwise
 @GROWN
 @MODES
 @pytest.mark.parametrize("steps", STEPS, ids=str)
@@ -271,6 +282,7 @@ class LikesScores(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
+@pytest.mark.pairwise
 @TWO
 @MODES
 @pytest.mark.parametrize("eos", [None, [6, None, 2]], ids=["no eos", "eos"])
@@ -297,7 +309,7 @@ def test_criterion_with_a_state(mode, calls):
 
 @TWO
 @MODES
-def test_stop_strings(family, mode, tokenizer):  # noqa: F811
+def test_stop_strings(family, mode, tokenizer):
     inputs = padded(LENGTHS)
     text = observe(target_of(family), inputs, max_new_tokens=NEW_TOKENS, **mode).told
     words = [tokenizer.convert_ids_to_tokens(int(text[row, step])) for row, step in enumerate([3, 9, 14])]
@@ -353,6 +365,7 @@ FREE = [
 ]
 
 
+@pytest.mark.pairwise
 @MODES
 @TWO
 @pytest.mark.parametrize("kwargs", FREE, ids=lambda kwargs: " ".join(kwargs))
@@ -365,6 +378,7 @@ def test_processors_that_remember_nothing(family, kwargs, mode):
     compare(target, draft, inputs, accepts=False, **ends, **{**mode, **kwargs})
 
 
+@pytest.mark.pairwise
 @MODES
 @TWO
 @pytest.mark.parametrize("eos", [None, [3, None, 10]], ids=str)
@@ -398,6 +412,7 @@ class Remembering(LogitsProcessor):
         return scores + 3.0 * torch.sin(torch.arange(scores.shape[1]) * len(self.calls) + rows)
 
 
+@pytest.mark.pairwise
 @MODES
 @GROWN
 @pytest.mark.parametrize("eos", [None, [3, None, 10], [0, 4, 4]], ids=str)
@@ -483,6 +498,7 @@ def test_logits_that_nothing_can_be_drawn_from(family, token, ends, warper):
     assert results[1] == results[0]
 
 
+@pytest.mark.pairwise
 @TWO
 @MODES
 @pytest.mark.parametrize("furthest", [1, 5, loop.FURTHEST_AHEAD])
@@ -522,6 +538,7 @@ class DrawingStreamer(Recorder):
             torch.rand(1)
 
 
+@pytest.mark.pairwise
 @GROWN
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("eos", [None, [3, None, 10], [0, 4, 4]], ids=str)
@@ -555,6 +572,7 @@ def test_streamers_that_draw_random_numbers(family, eos):
     assert results[0] == results[1]
 
 
+@pytest.mark.pairwise
 @TWO
 @MODES
 @pytest.mark.parametrize("kind", ["processor", "criterion", "streamer"])
@@ -582,6 +600,7 @@ def test_exceptions_leave_no_trace(family, mode, error, kind, at):
     compare(target, draft, inputs, **mode)
 
 
+@pytest.mark.pairwise
 @TWO
 @MODES
 @pytest.mark.parametrize("at", range(5, 12))

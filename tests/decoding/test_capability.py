@@ -4,17 +4,16 @@ import re
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from eagle3_hf.decoding.target import capability_probe
-from eagle3_hf.decoding.target.capability import Way, known_ability
-from eagle3_hf.decoding.target.capability_probe import ability_of
+from eagle3_hf.decoding.target.capability import VerifyMode, known_capability
+from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.recurrent_cache import Snapshot, has_states, require_restorable
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from support.drafts import Recorder, new_draft, padded, set_tree, tensors_of
 from support.families import prompt, tiny
-from support.more_families import CHAINS, IS_OLD, PLAIN, TREES, tiny_or_skip
+from support.families.others import CHAINS, IS_OLD, PLAIN, TREES, chain_target, tiny_or_skip
 
 
 NEW_TOKENS = 20
@@ -27,7 +26,7 @@ def chains():
 
 @pytest.fixture
 def lines(monkeypatch):
-    """What was logged about a target's ability."""
+    """What was logged about a target's capability."""
     found: list[str] = []
     monkeypatch.setattr(capability_probe.logger, "warning_once", found.append)
     return found
@@ -36,14 +35,6 @@ def lines(monkeypatch):
 @pytest.fixture
 def untried(monkeypatch):
     monkeypatch.setattr(capability_probe, "_found", type(capability_probe._found)())
-
-
-def chain_target(name: str):
-    """A target that verifies chains. Some families' states were dropped by the forwards of older versions."""
-    target = tiny_or_skip(name)
-    if IS_OLD and ability_of(target).way is Way.PLAIN:
-        pytest.skip(f"{name} decodes plainly with transformers {transformers.__version__}")
-    return target
 
 
 def forwards(model):
@@ -101,27 +92,27 @@ class AnyCallerOf(LlamaForCausalLM):
 
 def test_known_targets_are_not_tried(untried, lines, monkeypatch):
     monkeypatch.setattr(capability_probe, "_try_out", None)
-    assert ability_of(tiny("llama", num_hidden_layers=4)).way is Way.TREE
-    assert ability_of(tiny_or_skip("bloom")).way is Way.CHAIN
+    assert capability_of(tiny("llama", num_hidden_layers=4)).mode is VerifyMode.TREE
+    assert capability_of(tiny_or_skip("bloom")).mode is VerifyMode.CHAIN
     assert ["cache slots" in line for line in lines] == [True], "one line, of the chain alone"
 
 
 @pytest.mark.parametrize(
     ("kind", "way", "reason"),
     [
-        (AnyCallerOf, Way.TREE, ""),
-        (SlotBound, Way.CHAIN, "computes a tree otherwise than its paths .logits differ by"),
-        (OneByOne, Way.PLAIN, "several tokens at once otherwise than one by one .logits differ by"),
-        (Refusing, Way.PLAIN, "NotImplementedError: only one token at a time"),
+        (AnyCallerOf, VerifyMode.TREE, ""),
+        (SlotBound, VerifyMode.CHAIN, "computes a tree otherwise than its paths .logits differ by"),
+        (OneByOne, VerifyMode.PLAIN, "several tokens at once otherwise than one by one .logits differ by"),
+        (Refusing, VerifyMode.PLAIN, "NotImplementedError: only one token at a time"),
     ],
 )
 def test_unknown_targets_are_tried(untried, lines, kind, way, reason):
     target = like(kind)
-    ability = ability_of(target)
-    assert ability.way is way
-    assert len(lines) == (way is not Way.TREE)
+    capability = capability_of(target)
+    assert capability.mode is way
+    assert len(lines) == (way is not VerifyMode.TREE)
 
-    assert re.search(reason, ability.reason)
+    assert re.search(reason, capability.reason)
 
 
 @pytest.mark.parametrize(
@@ -129,26 +120,28 @@ def test_unknown_targets_are_tried(untried, lines, kind, way, reason):
 )
 def test_the_trial_agrees_with_what_is_known_of_trees(name):
     target = tiny_or_skip(name)
-    assert known_ability(target).way is Way.TREE
-    assert capability_probe._try_out(target, target.device).way is Way.TREE
+    assert known_capability(target).mode is VerifyMode.TREE
+    assert capability_probe._try_out(target, target.device).mode is VerifyMode.TREE
 
 
 @pytest.mark.parametrize("name", [*CHAINS, *PLAIN])
 def test_the_trial_finds_what_cannot_take_a_tree(name):
     target = chain_target(name) if name in CHAINS else tiny_or_skip(name)
-    ability = capability_probe._try_out(target, target.device)
-    assert ability.way is (Way.CHAIN if name in CHAINS else Way.PLAIN)
-    assert known_ability(target) is None or known_ability(target).way is ability.way
-    assert ability.restores == (ability.way is Way.CHAIN and has_states(DynamicCache(config=target.config)))
+    capability = capability_probe._try_out(target, target.device)
+    assert capability.mode is (VerifyMode.CHAIN if name in CHAINS else VerifyMode.PLAIN)
+    assert known_capability(target) is None or known_capability(target).mode is capability.mode
+    assert capability.restores == (
+        capability.mode is VerifyMode.CHAIN and has_states(DynamicCache(config=target.config))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_rounding_is_told_from_mistakes_in_other_dtypes(dtype):
-    for kind, way in [(AnyCallerOf, Way.TREE), (OneByOne, Way.PLAIN)]:
+    for kind, way in [(AnyCallerOf, VerifyMode.TREE), (OneByOne, VerifyMode.PLAIN)]:
         target = like(kind).to(dtype)
         if kind is OneByOne:
             target.lm_head.weight.data.mul_(0.1)  # what is wrong must stand out of this dtype's rounding
-        assert capability_probe._try_out(target, target.device).way is way
+        assert capability_probe._try_out(target, target.device).mode is way
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -156,8 +149,8 @@ def test_rounding_is_told_from_mistakes_in_other_dtypes(dtype):
 def test_half_precision_changes_nothing(name, dtype):
     """Small mistakes that come near to rounding (ALiBi, Mamba's dropped state), and rounding that looks like more."""
     target = chain_target(name) if name in CHAINS else tiny_or_skip(name)
-    way = Way.CHAIN if name in CHAINS else Way.PLAIN if name in PLAIN else Way.TREE
-    assert capability_probe._try_out(target.to(dtype), target.device).way is way
+    way = VerifyMode.CHAIN if name in CHAINS else VerifyMode.PLAIN if name in PLAIN else VerifyMode.TREE
+    assert capability_probe._try_out(target.to(dtype), target.device).mode is way
 
 
 def test_a_target_is_tried_once_per_class_and_config(untried, monkeypatch):
@@ -167,12 +160,12 @@ def test_a_target_is_tried_once_per_class_and_config(untried, monkeypatch):
         capability_probe, "_try_out", lambda target, *more: tried.append(target) or original(target, *more)
     )
     target, other = like(AnyCallerOf), like(AnyCallerOf)
-    ability_of(target)
-    ability_of(target)
-    ability_of(other)
+    capability_of(target)
+    capability_of(target)
+    capability_of(other)
     assert tried == [target], "same class, same config"
     other.config.rms_norm_eps = 1e-3
-    ability_of(other)
+    capability_of(other)
     assert tried == [target, other], "another config is another target"
 
 
@@ -182,7 +175,7 @@ def test_the_trial_leaves_no_trace(untried):
     target.model.layers[0].eval()
     modes = [module.training for module in target.modules()]
     state = torch.get_rng_state()
-    ability_of(target)
+    capability_of(target)
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in target.modules()] == modes
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in target.modules())
@@ -284,7 +277,7 @@ def test_a_chain_is_as_long_as_the_tree_is_deep():
     for name, again in [("bloom", 0), ("qwen3_next", 16)]:
         target = chain_target(name)
         draft = set_tree(new_draft(target, half=False), (30, 4, 10))
-        ability_of(target)
+        capability_of(target)
         sizes = forwards(target)
         told = target.generate(prompt(8), max_new_tokens=60)[0, 8:]
         sizes.clear()

@@ -15,14 +15,14 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausal
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.decoding.target import capability_probe
-from eagle3_hf.decoding.target.capability import Way, known_ability
-from eagle3_hf.decoding.target.capability_probe import ability_of
+from eagle3_hf.decoding.target.capability import VerifyMode, known_capability
+from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.custom_code import custom_code
 from eagle3_hf.decoding.target.hook_memory import Memory
 from eagle3_hf.model.features import FeatureReader, decoder_blocks
 from support.drafts import MODES, compare, new_draft, padded, set_tree
 from support.families import prompt, tiny
-from support.more_families import tiny_or_skip
+from support.families.others import tiny_or_skip
 
 
 logger = logging.getLogger(__name__)
@@ -150,26 +150,26 @@ def compare_steered(target, make, lengths, mode, way):
         return {}
 
     for seed in range(2):
-        kwargs = {"accepts": way is not Way.PLAIN, "output_hidden_states": False, **mode}
+        kwargs = {"accepts": way is not VerifyMode.PLAIN, "output_hidden_states": False, **mode}
         ours, _ = compare(target, draft, padded(lengths), hooks, seed, **kwargs)
-        assert (ours.out.speculation.rounds == 0) == (way is Way.PLAIN)
+        assert (ours.out.speculation.rounds == 0) == (way is VerifyMode.PLAIN)
 
 
 @MODES
 @pytest.mark.parametrize("make", HARMFUL)
 def test_hooks_that_know_places_or_calls(target, trials, make, mode):
-    compare_steered(target, make, [14], mode, Way.PLAIN)
+    compare_steered(target, make, [14], mode, VerifyMode.PLAIN)
 
 
 @MODES
 @pytest.mark.parametrize("lengths", [[14], [5, 14, 9]], ids=str)
 def test_hooks_that_do_not(target, trials, lengths, mode):
-    compare_steered(target, at_all_tokens, lengths, mode, Way.TREE)
+    compare_steered(target, at_all_tokens, lengths, mode, VerifyMode.TREE)
     assert len(trials) == 1, "one trial for hooks of the same code and settings, not for each call"
 
 
 def test_hooks_on_a_target_of_chains(trials):
-    compare_steered(tiny_or_skip("bloom"), at_all_tokens_of_a_tuple, [14], {}, Way.CHAIN)
+    compare_steered(tiny_or_skip("bloom"), at_all_tokens_of_a_tuple, [14], {}, VerifyMode.CHAIN)
     assert len(trials) == 1
 
 
@@ -179,11 +179,15 @@ def at_all_tokens_of_a_tuple(v):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hooks_in_half_precision(target, trials, dtype):
-    for make, way in [(at_all_tokens, Way.TREE), (at_the_newest, Way.PLAIN), (at_single_tokens, Way.PLAIN)]:
+    for make, way in [
+        (at_all_tokens, VerifyMode.TREE),
+        (at_the_newest, VerifyMode.PLAIN),
+        (at_single_tokens, VerifyMode.PLAIN),
+    ]:
         other = tiny("llama", num_hidden_layers=4).to(dtype)
         vector = steering_vector().to(dtype)
         other.model.layers[1].register_forward_hook(make(vector))
-        assert ability_of(other).way is way
+        assert capability_of(other).mode is way
 
 
 def test_the_hooks_and_their_settings_are_the_key(target, trials):
@@ -195,13 +199,13 @@ def test_the_hooks_and_their_settings_are_the_key(target, trials):
         return out
 
     handle = target.model.layers[1].register_forward_hook(steer)
-    assert [ability_of(target).way, ability_of(target).way] == [Way.TREE] * 2
+    assert [capability_of(target).mode, capability_of(target).mode] == [VerifyMode.TREE] * 2
     settings["places"] = "newest"
-    assert [ability_of(target).way, ability_of(target).way] == [Way.PLAIN] * 2
+    assert [capability_of(target).mode, capability_of(target).mode] == [VerifyMode.PLAIN] * 2
     settings["places"] = "all"
-    assert ability_of(target).way is Way.TREE
+    assert capability_of(target).mode is VerifyMode.TREE
     handle.remove()
-    assert ability_of(target).way is Way.TREE
+    assert capability_of(target).mode is VerifyMode.TREE
     assert len(trials) == 2
     assert trials[0] == [trials[0][0]]
     assert "steer on model.layers.1" in trials[0][0]
@@ -210,9 +214,9 @@ def test_the_hooks_and_their_settings_are_the_key(target, trials):
 def test_a_vector_that_was_zero_is_another_setting(target, trials):
     vector = torch.zeros(1, 64)
     target.model.layers[1].register_forward_hook(at_the_newest(vector))
-    assert ability_of(target).way is Way.TREE
+    assert capability_of(target).mode is VerifyMode.TREE
     vector += steering_vector()
-    assert ability_of(target).way is Way.PLAIN
+    assert capability_of(target).mode is VerifyMode.PLAIN
 
 
 def test_records_are_no_reason_for_a_trial_a_call(target, trials):
@@ -275,7 +279,7 @@ def test_other_ways_to_change_a_forward(target, trials):
     for change in (by_forward, by_wrapped_forward, by_class, by_module, by_accelerate):
         other = tiny("llama", num_hidden_layers=4)
         change(other)
-        assert ability_of(other).way is Way.PLAIN, change.__name__
+        assert capability_of(other).mode is VerifyMode.PLAIN, change.__name__
         draft = set_tree(new_draft(other, half=False), "cpu")
         compare(other, draft, prompt(9), accepts=False)
     handle = nn.modules.module.register_module_forward_hook(
@@ -286,10 +290,10 @@ def test_other_ways_to_change_a_forward(target, trials):
         )
     )
     try:
-        assert ability_of(target).way is Way.PLAIN
+        assert capability_of(target).mode is VerifyMode.PLAIN
     finally:
         handle.remove()
-    assert ability_of(target).way is Way.TREE
+    assert capability_of(target).mode is VerifyMode.TREE
 
 
 class Stepper(LlamaForCausalLM):
@@ -323,7 +327,7 @@ def test_a_method_exchanged_on_the_target_is_tried(target, trials):
         return plain(outputs, model_kwargs, **kwargs)
 
     target._update_model_kwargs_for_generation = step
-    assert ability_of(target).way is Way.TREE
+    assert capability_of(target).mode is VerifyMode.TREE
     assert len(trials) == 1
 
 
@@ -337,7 +341,7 @@ def test_hooks_of_frameworks_are_not_tried(target, trials):
     compiled.forward = torch.compile(compiled.forward, backend="eager")
     for model in (target, offloaded, adapted, compiled):
         assert custom_code(model) == []
-        assert ability_of(model).way is Way.TREE
+        assert capability_of(model).mode is VerifyMode.TREE
     assert not trials
 
 
@@ -372,7 +376,7 @@ def test_fsdp_is_not_tried(tmp_path, trials):
         fully_shard(model, mesh=mesh)
         assert any(module._forward_pre_hooks for module in model.modules())
         assert custom_code(model) == []
-        assert known_ability(model).way is Way.TREE
+        assert known_capability(model).mode is VerifyMode.TREE
     finally:
         torch.distributed.destroy_process_group()
 
@@ -483,8 +487,8 @@ def test_a_trial_needs_no_float64(family, monkeypatch):
         raise TypeError("the device has no float64")
 
     monkeypatch.setattr(torch.Tensor, "double", refuse)
-    expected = Way.TREE if family == "qwen3" else Way.CHAIN
-    assert capability_probe._try_out(model, model.device).way is expected
+    expected = VerifyMode.TREE if family == "qwen3" else VerifyMode.CHAIN
+    assert capability_probe._try_out(model, model.device).mode is expected
 
 
 # ----- targets with cross-attention layers ---------------------------------------------------------------------------
@@ -535,8 +539,8 @@ def test_cross_attention_to_an_image(image, mode):
         results.append(target.generate(**inputs, max_new_tokens=8, assistant_model=assistant, **mode))
     assert torch.equal(*results)
     assert draft.stats.rounds == 0
-    assert "cross-attention layers" in ability_of(target).reason
+    assert "cross-attention layers" in capability_of(target).reason
 
 
 def test_the_older_kind_of_cross_attention_is_known_too():
-    assert "cross-attention layers" in known_ability(tiny_cross_attention("idefics")).reason
+    assert "cross-attention layers" in known_capability(tiny_cross_attention("idefics")).reason

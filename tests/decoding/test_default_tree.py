@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from eagle3_hf import Eagle3DraftModel
-from eagle3_hf.decoding.draft.candidate import tree_settings
-from eagle3_hf.decoding.draft.growth import TreeSettings
 from eagle3_hf.evaluation.report import set_tree as set_and_tell
+from eagle3_hf.model.tree_settings import TreeSettings, tree_settings
 from support.drafts import NEW_TOKENS, new_draft, set_tree, target_of
 from support.families import prompt
 from support.heads import new_head, published, write_folder

@@ -1,4 +1,4 @@
-"""A head for every family that transformers has, from configs as their library makes them (see `every_family`)."""
+"""A head for every family that transformers has, from configs as their library makes them (see `families.every`)."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from eagle3_hf.model.features import FeatureReader, decoder_blocks, table_shape, target_vocab_size
 from support.drafts import ForetellingDraft, set_tree
-from support.every_family import EXCLUDED, FLOAT32_ONLY, REJECTED, TEXT, VISION, WRONG_WHEN_OLD, build
 from support.families import HIDDEN_SIZE, VOCAB_SIZE, prompt
-from support.more_families import IS_OLD
+from support.families.every import EXCLUDED, FLOAT32_ONLY, REJECTED, TEXT, VISION, WRONG_WHEN_OLD, build
+from support.families.others import IS_OLD
 
 
 NEW_TOKENS = 12

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from eagle3_hf.decoding.target import capability_probe
-from eagle3_hf.decoding.target.capability import TREE, Way
-from support import families_table as table
+from eagle3_hf.decoding.target.capability import TREE, VerifyMode
 from support.drafts import new_draft
-from support.more_families import CHAINS, PLAIN, tiny_other
+from support.families import table
+from support.families.others import CHAINS, PLAIN, tiny_other
 
 
 FAST = ["llama", "gemma3", "falcon_alibi", "lfm2"]
@@ -18,14 +18,14 @@ ALL = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for 
 def test_a_family(name):
     row = table.measure(name)
     assert not row.faults()
-    expected = Way.CHAIN if name in CHAINS else Way.PLAIN if name in PLAIN else Way.TREE
-    assert row.way is expected
+    expected = VerifyMode.CHAIN if name in CHAINS else VerifyMode.PLAIN if name in PLAIN else VerifyMode.TREE
+    assert row.mode is expected
 
 
 @pytest.mark.parametrize("name", ["falcon_alibi", "gpt_neo"])
 def test_the_measure_sees_a_wrong_tree(name, monkeypatch):
     target = tiny_other(name)
-    monkeypatch.setattr("eagle3_hf.decoding.patching.ability_of", lambda *args: TREE)
+    monkeypatch.setattr("eagle3_hf.decoding.dispatch.capability_of", lambda *args: TREE)
     inputs = table.inputs_of(name, 1, 0)
     found = table.difference(target, new_draft(target, half=False), inputs, table.TREE_PARENTS)
     assert found > 100 * table.MOST
@@ -54,13 +54,13 @@ def test_the_page_has_a_row_for_every_family():
     lines = table.PAGE.read_text().splitlines()
     rows = {line.split("|")[1].strip(): line.split("|")[5].strip() for line in lines if line.count("|") > 8}
     assert list(rows)[2:] == table.names()
-    assert set(rows.values()) == {"way", "---", *(way.value for way in Way)}
+    assert set(rows.values()) == {"way", "---", *(mode.value for mode in VerifyMode)}
 
 
 def test_the_way_is_logged_once_per_reason(monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(capability_probe.logger, "warning_once", lines.append)
-    capability_probe.ability_of(tiny_other("falcon_alibi"))
+    capability_probe.capability_of(tiny_other("falcon_alibi"))
     assert len(lines) == 1
     assert "verified as chains, not as trees" in lines[0]
     assert torch.is_grad_enabled()

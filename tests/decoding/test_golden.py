@@ -19,6 +19,7 @@ from eagle3_hf.model.features import FeatureReader
 from eagle3_hf.published_formats import WEIGHT_RENAMINGS
 from eagle3_hf.ttt.loss import Supervision, weighted_loss
 from eagle3_hf.ttt.settings import TTTSettings
+from support.trees import assert_valid
 
 
 TRACES = ["trace", "trace_small", "trace_chain"]
@@ -55,14 +56,18 @@ class Recorder:
     def __init__(self, monkeypatch):
         self.trees: list[DraftTree] = []
         self.committed: list[list[int]] = []
-        original = Eagle3Candidate.draft_tree
+        original_extend, original = Eagle3Candidate.extend, Eagle3Candidate.draft_tree
 
-        def draft_tree(candidate, features, tokens, max_depth=None):
-            tree = original(candidate, features, tokens, max_depth)
+        def extend(candidate, inputs):
+            self.committed.append(inputs.tokens[0].tolist())
+            original_extend(candidate, inputs)
+
+        def draft_tree(candidate, *args):
+            tree = original(candidate, *args)
             self.trees.append(tree)
-            self.committed.append(tokens[0].tolist())
             return tree
 
+        monkeypatch.setattr(Eagle3Candidate, "extend", extend)
         monkeypatch.setattr(Eagle3Candidate, "draft_tree", draft_tree)
 
     def accepted(self, number: int) -> list[int]:
@@ -95,7 +100,7 @@ def test_every_tree_and_every_accepted_token_through_generate(reference, target,
     assert output[: len(trace["output"])] == trace["output"] == trace["hf_greedy"]
     for number, expected in enumerate(trace["rounds"]):
         tree = recorder.trees[number]
-        tree.validate()
+        assert_valid(tree)
         assert tree.host()[0].tokens == expected["tree_tokens"], number
         assert tree.host()[0].parents == expected["parents"], number
         assert tree.depths[0].tolist() == expected["tree_depths"], number

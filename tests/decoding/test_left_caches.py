@@ -23,12 +23,12 @@ from transformers import (
 )
 
 from eagle3_hf.decoding.target import capability_probe
-from eagle3_hf.decoding.target.capability import Way
-from eagle3_hf.decoding.target.capability_probe import ability_of
+from eagle3_hf.decoding.target.capability import VerifyMode
+from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from support.drafts import SAMPLED, Recorder, assert_same_cache, cache_of, new_draft, padded, set_tree
 from support.families import prompt
-from support.more_families import IS_OLD, tiny_or_skip
+from support.families.others import IS_OLD, tiny_or_skip
 
 
 LENGTH, NEW = 9, 14  # of the prompts, and of the text behind them
@@ -48,7 +48,7 @@ def target_of(family: str) -> PreTrainedModel:
     if family == "longrope_sw":
         return tiny_or_skip("phi3", sliding_window=12, **LONGROPE)
     target = tiny_or_skip(family)
-    if IS_OLD and ability_of(target).way is Way.PLAIN:
+    if IS_OLD and capability_of(target).mode is VerifyMode.PLAIN:
         pytest.skip(f"{family} has a cache of its own in transformers {transformers.__version__}")
     return target
 

@@ -8,12 +8,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from eagle3_hf.decoding.target import capability_probe
-from eagle3_hf.decoding.target.capability import Way
+from eagle3_hf.decoding.target.capability import VerifyMode
 from eagle3_hf.decoding.target.tree_attention import maskable_attention
 from support.drafts import compare, new_draft, padded, set_tree
 from support.families import prompt, tiny
-from support.more_families import IS_OLD
-from support.vision_families import image_prompt, tiny_vision
+from support.families.others import IS_OLD
+from support.families.vision import image_prompt, tiny_vision
 
 
 NAME = "no_masks"
@@ -67,7 +67,7 @@ def test_trees_are_verified_with_another_kernel(family):
     target, draft = maskless(family)
     if IS_OLD and family != "llama":
         pytest.skip("older caches of windows differ in class, and Gemma 2's sdpa ignores its softcap")
-    assert capability_probe.ability_of(target).way is Way.TREE
+    assert capability_probe.capability_of(target).mode is VerifyMode.TREE
     for inputs, kwargs in [(prompt(17), {}), (prompt(5), {"do_sample": True}), (padded([4, 21, 9]), {})]:
         queries.clear()
         compare(target, draft, inputs, **kwargs)
@@ -78,7 +78,7 @@ def test_trees_are_verified_with_another_kernel(family):
 def test_a_prompt_keeps_its_kernel_and_a_tree_has_another():
     target, draft = maskless("llama")
     told = target.generate(prompt(9), max_new_tokens=12)[0, 9:]
-    capability_probe.ability_of(target)
+    capability_probe.capability_of(target)
     queries.clear()
     target.generate(prompt(9), assistant_model=draft.foretell(told), max_new_tokens=12)
     assert set(queries) <= {9, 1}, "no tree has reached the kernel, and single steps may"
@@ -87,7 +87,7 @@ def test_a_prompt_keeps_its_kernel_and_a_tree_has_another():
 
 def test_it_is_put_back_when_something_raises(monkeypatch):
     target, draft = maskless("llama")
-    capability_probe.ability_of(target)
+    capability_probe.capability_of(target)
     calls = []
 
     def fail(module, args, output):
@@ -153,5 +153,5 @@ def test_a_kernel_that_computes_something_else_is_not_replaced():
 
     AttentionInterface._global_mapping[NAME] = colder
     target, draft = maskless("llama")
-    assert capability_probe.ability_of(target).way is Way.CHAIN
+    assert capability_probe.capability_of(target).mode is VerifyMode.CHAIN
     compare(target, draft, prompt(11))

@@ -8,8 +8,8 @@ from transformers import (
     DynamicCache,
 )
 
-from eagle3_hf.decoding.draft.candidate import tree_settings
 from eagle3_hf.decoding.target.runner import CACHE_KEY
+from eagle3_hf.model.tree_settings import tree_settings
 from support.drafts import NEW_TOKENS, assert_same, assert_same_cache, cache_of, compare, observe, pair, target_of
 from support.families import FAMILIES, WINDOW, prompt
 

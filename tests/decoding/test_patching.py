@@ -13,7 +13,7 @@ from transformers import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 import eagle3_hf
-from eagle3_hf.decoding import patching
+from eagle3_hf.decoding import patching, validation
 from eagle3_hf.decoding.target import tree_attention
 from support.drafts import draft_of, new_draft, pair, set_tree, target_of
 from support.families import prompt, tiny
@@ -67,7 +67,7 @@ NEWER = [("5.4.0", False), ("5.24.3", False), ("5.25.0.dev0", True), ("6.0.0", T
 def test_a_transformers_newer_than_the_tests_is_said_once(monkeypatch, caplog, installed, warns):
     logging.Logger.warning_once.cache_clear()
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    monkeypatch.setattr(patching.transformers, "__version__", installed)
+    monkeypatch.setattr(validation.transformers, "__version__", installed)
     target, draft = pair("llama")
     for _ in range(2):
         target.generate(prompt(4), assistant_model=draft.foretell([]), max_new_tokens=2)

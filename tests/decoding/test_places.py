@@ -10,10 +10,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from decoding.test_lossless import Comparison
 from eagle3_hf.model.features import call_at_home, compute_dtype
 from support.drafts import assert_same, new_draft, observe, padded, set_tree, target_of
 from support.families import prompt, tiny
+from support.losslessness import Comparison
 
 
 # peft itself reads a name that transformers has renamed.

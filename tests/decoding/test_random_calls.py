@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoding.test_stopping import tokenizer  # noqa: F401 - a fixture
 from support.drafts import ForetellingDraft, assert_close, assert_same_cache, cache_of, set_tree, target_of
 from support.families import FAMILIES
 from support.random_calls import Call, Outcome, draw, head_of, hooked, run, run_as_it_is
@@ -167,7 +166,7 @@ def is_cut(scores: torch.Tensor) -> torch.Tensor:
     return scores <= torch.finfo(scores.dtype).min
 
 
-def make_calls(seeds, tokenizer) -> Counter:  # noqa: F811
+def make_calls(seeds, tokenizer) -> Counter:
     counts: Counter = Counter()
     for seed in seeds:
         call = draw(seed, tokenizer)
@@ -176,7 +175,7 @@ def make_calls(seeds, tokenizer) -> Counter:  # noqa: F811
     return counts
 
 
-def beside(call: Call, tokenizer) -> Call:  # noqa: F811
+def beside(call: Call, tokenizer) -> Call:
     """Another greedy call of the same family, with the same code in the target."""
     others = (draw(seed, tokenizer) for seed in range(10**9 + call.seed, 2 * 10**9))
     other = next(one for one in others if one.family == call.family and not one.kwargs.get("do_sample"))
@@ -204,17 +203,17 @@ def check(counts: Counter, number: int) -> None:
     assert counts["batches"] > 0.5 * number
 
 
-def test_random_calls(pytestconfig, tokenizer):  # noqa: F811
+def test_random_calls(pytestconfig, tokenizer):
     number, first = pytestconfig.getoption("--random-calls"), pytestconfig.getoption("--first-call")
     check(make_calls(range(first, first + number), tokenizer), number)
 
 
 @pytest.mark.slow
-def test_many_random_calls(tokenizer):  # noqa: F811
+def test_many_random_calls(tokenizer):
     check(make_calls(range(1000, 1300), tokenizer), 300)
 
 
-def test_a_seed_gives_one_call(tokenizer):  # noqa: F811
+def test_a_seed_gives_one_call(tokenizer):
     calls = [draw(7, tokenizer) for _ in range(2)]
     assert str(calls[0]) == str(calls[1])
     assert all(torch.equal(calls[0].inputs[name], calls[1].inputs[name]) for name in calls[0].inputs)

@@ -4,24 +4,23 @@ import re
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     DynamicCache,
-    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from eagle3_hf import Eagle3DraftConfig, Eagle3DraftModel
-from eagle3_hf.decoding import patching
-from eagle3_hf.decoding.target.capability_probe import ability_of
+from eagle3_hf.decoding import validation
+from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from eagle3_hf.model import vocab
 from support.drafts import draft_of, new_draft, set_tree, target_of
 from support.families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
+from support.tokenizers import words
 
 
 @pytest.fixture
@@ -144,15 +143,10 @@ def test_a_calls_own_number_of_nodes_overrides_the_heads():
 # ----- tokenizers ----------------------------------------------------------------------------------------------------
 
 
-def words(prefix: str) -> PreTrainedTokenizerFast:
-    vocabulary = {f"{prefix}{token}": token for token in range(VOCAB_SIZE)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token=f"{prefix}0")))
-
-
 def test_a_tokenizer_with_another_vocabulary_is_named_once(monkeypatch):
     target, draft, said = target_of("llama"), new_draft(target_of("llama")), []
     vocab.record_tokenizer(draft.config, words("w"))
-    monkeypatch.setattr(patching.logger, "warning", said.append)
+    monkeypatch.setattr(validation.logger, "warning", said.append)
     other = words("v")
     for _ in range(2):
         target.generate(prompt(5), max_new_tokens=4, assistant_model=draft, tokenizer=other)
@@ -163,7 +157,7 @@ def test_a_tokenizer_with_another_vocabulary_is_named_once(monkeypatch):
 def test_a_tokenizer_is_compared_once(monkeypatch):
     target, draft, tokenizer, hashed = target_of("llama"), new_draft(target_of("llama")), words("w"), []
     vocab.record_tokenizer(draft.config, tokenizer)
-    monkeypatch.setattr(patching, "check_tokenizer", lambda *both: hashed.append(both))
+    monkeypatch.setattr(validation, "check_tokenizer", lambda *both: hashed.append(both))
     for count in (1, 1):
         target.generate(prompt(5), max_new_tokens=4, assistant_model=draft, tokenizer=tokenizer)
         assert len(hashed) == count
@@ -223,7 +217,7 @@ def test_attentions_of_a_target_whose_state_is_restored():
         "lfm2", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
         layer_types=["conv", "full_attention"] * 2,
     )  # fmt: skip
-    if not ability_of(target, target.device).restores:
+    if not capability_of(target, target.device).restores:
         pytest.skip("this version of transformers cannot put its states back")
     kwargs = {"max_new_tokens": 4, "output_attentions": True, "return_dict_in_generate": True}
     with pytest.raises(ValueError, match=r"output_attentions=True.*Lfm2ForCausalLM"):

@@ -26,7 +26,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.masking_utils import AttentionMaskInterface
 
-from eagle3_hf.decoding import patching
+from eagle3_hf.decoding import validation
 from eagle3_hf.decoding.output import processors
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from eagle3_hf.model.features import FeatureReader
@@ -111,14 +111,14 @@ def test_what_a_decoding_method_is_handed(family, monkeypatch):
 def test_defaults_that_transformers_fills_in():
     """What cannot be told from unset; a changed default would make us refuse plain calls, or ignore an argument."""
     config = target_of("llama")._prepare_generation_config(None)[0]
-    assert config.num_assistant_tokens == patching._DEFAULT_NUM_ASSISTANT_TOKENS
-    for name, default in patching._MEANINGLESS.items():
+    assert config.num_assistant_tokens == validation._DEFAULT_NUM_ASSISTANT_TOKENS
+    for name, default in validation._MEANINGLESS.items():
         assert getattr(config, name, None) == default, name
 
 
 def test_every_assistant_field_is_known():
     """A new way to steer assistants must be refused or given a meaning, not be ignored."""
-    known = {"num_assistant_tokens", *patching._MEANINGLESS, "is_assistant"}
+    known = {"num_assistant_tokens", *validation._MEANINGLESS, "is_assistant"}
     words = re.compile("assist|lookup|lookbehind|specul|draft|mtp|ngram_size")
     not_ours = {"no_repeat_ngram_size", "encoder_no_repeat_ngram_size"}
     fields = {name for name in GenerationConfig().to_dict() if words.search(name)} | {
@@ -252,10 +252,6 @@ def test_cache_layers_have_the_fields_we_cut():
         assert layer.keys.shape == layer.values.shape == (1, 2, 3, 4)
         if type(layer) is DynamicSlidingWindowLayer:
             assert (layer.sliding_window, layer.cumulative_length) == (12, 3)
-            if hasattr(layer, "activate_past_recording"):
-                assert layer.record_past is False
-                layer.activate_past_recording()
-                assert layer.record_past is True
     assert issubclass(StaticLayer, object)
     assert cache.get_seq_length() == 3
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import GenerationConfig, pipeline
 
-from decoding.test_refusals import words
-from eagle3_hf.decoding import patching, setting_origins
+from eagle3_hf.decoding import setting_origins, validation
 from support.drafts import draft_of, target_of
 from support.families import prompt
+from support.tokenizers import words
 
 
 # Field -> a value that is rejected. (Others that transformers validates itself, or older versions do not know.)
@@ -27,14 +27,14 @@ VALUES = {
     "target_lookbehind": 5,
 }
 OTHERS = {"use_cache": (False, True), "num_beams": (2, 1), "cache_implementation": ("quantized", None)}
-REJECTED = [(name, value, patching._MEANINGLESS[name]) for name, value in VALUES.items()]
+REJECTED = [(name, value, validation._MEANINGLESS[name]) for name, value in VALUES.items()]
 REJECTED += [(name, *values) for name, values in OTHERS.items()]
 TARGETS = "not passed to this call, but comes from the target's own generation config"
 PASSED = "set in the generation_config that was passed to this call"
 
 
 def test_the_table_is_whole():
-    assert set(VALUES) == set(patching._MEANINGLESS)
+    assert set(VALUES) == set(validation._MEANINGLESS)
 
 
 @pytest.fixture(scope="module")

@@ -3,24 +3,19 @@
 The head foretells everything here, so that a round accepts its whole depth and blocks would run past the stop.
 """
 
-import string
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DynamicCache,
-    LogitsProcessorList,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
-from eagle3_hf.decoding.target import tree_attention
 from eagle3_hf.decoding.target.runner import CACHE_KEY
-from support.drafts import Recorder, assert_same, assert_same_cache, cache_of, draft_of, observe, set_tree, target_of
+from support.callbacks import AfterCalls, raising, surroundings
+from support.drafts import assert_same, assert_same_cache, cache_of, draft_of, observe, set_tree, target_of
 from support.families import VOCAB_SIZE, prompt
 
 
@@ -122,17 +117,6 @@ class AtLength(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
-class AfterCalls(StoppingCriteria):
-    """Stops at its n-th call, whatever the text."""
-
-    def __init__(self, calls: int):
-        self.left = calls
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.left -= 1
-        return torch.full((input_ids.shape[0],), self.left <= 0)
-
-
 @BOTH
 @pytest.mark.parametrize("place", PLACES)
 def test_criterion_of_the_user(family, tree, mode, place):
@@ -162,17 +146,6 @@ def test_no_time_left(family, tree, mode):
     assert len(compare(family, tree, mode, max_time=1e-9).ids) == LENGTH + 1
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Each id is a pair of letters."""
-    pairs = ["".join(pair) for pair in product(string.ascii_lowercase, repeat=2)][:VOCAB_SIZE]
-    model = models.WordLevel({pair: i for i, pair in enumerate(pairs)}, unk_token=pairs[0])
-    backend = Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
 @BOTH
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("across", [False, True], ids=["one token", "across two tokens"])
@@ -188,39 +161,6 @@ def test_stop_strings(family, tree, mode, place, across, tokenizer):
 
 
 # ----- something raises ----------------------------------------------------------------------------------------------
-
-
-class Raising:
-    """A logits processor, or a criterion, that raises at its n-th call."""
-
-    def __init__(self, at: int, error: type[BaseException], is_criterion: bool):
-        self.left, self.error, self.is_criterion = at, error, is_criterion
-
-    def __call__(self, input_ids, scores):
-        self.left -= 1
-        if not self.left:
-            raise self.error("raised by a callback")
-        return torch.zeros(1, dtype=torch.bool) if self.is_criterion else scores
-
-
-def raising(kind: str, at: int, error: type[BaseException]) -> dict:
-    if kind == "streamer":
-        return {"streamer": Recorder(raise_at=at + 1, error=error)}  # the prompt is its first call
-    callback = Raising(at, error, kind == "criterion")
-    if kind == "criterion":
-        return {"streamer": Recorder(), "stopping_criteria": StoppingCriteriaList([callback])}
-    return {"streamer": Recorder(), "logits_processor": LogitsProcessorList([callback])}
-
-
-def surroundings(target, draft) -> list:
-    """What a call must leave as it was."""
-    state: list = [tree_attention._active.tree]
-    for model in (target, draft):
-        state += [model.config.to_dict(), model.generation_config.to_dict(), model.dtype]
-        state += [[module.training for module in model.modules()]]
-        state += [[len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]]
-        state += [[parameter.requires_grad for parameter in model.parameters()]]
-    return state
 
 
 @BOTH

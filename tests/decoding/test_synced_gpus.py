@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from support.drafts import new_draft
+from support.drafts import new_draft, target_of
 from support.families import prompt
+from support.families.others import chain_target
 from eagle3_hf.model.features import decoder_blocks
-from decoding.test_capability import chain_target
-from decoding.test_lossless import target_of
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

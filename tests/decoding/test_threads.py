@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.decoding.coupling import Noise
+from support.chi_square import p_value
 from support.drafts import (
     SAMPLED,
     Recorder,
@@ -28,8 +29,7 @@ from support.drafts import (
     set_tree,
 )
 from support.families import prompt, tiny
-from unit.test_coupling import another_thread
-from unit.test_joint_distribution import p_value
+from support.threads import another_thread
 
 
 EVEN = {"do_sample": True, "top_k": 0, "temperature": 1e6}

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from eagle3_hf.decoding.target.capability import Way
-from eagle3_hf.decoding.target.capability_probe import ability_of
+from eagle3_hf.decoding.target.capability import VerifyMode
+from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.training_mode import check_training_mode
 from support.drafts import NEW_TOKENS, Recorder, new_draft, padded, set_tree
 from support.families import FAMILIES, prompt, tiny
-from support.more_families import CHAINS, IS_OLD, TREES, tiny_or_skip
+from support.families.others import CHAINS, IS_OLD, TREES, tiny_or_skip
 
 
 RANDOM_FIELD = re.compile("drop|jitter|noise")
@@ -66,7 +66,7 @@ def test_every_random_field_is_found(name):
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_random_target_is_rejected_before_a_forward(name, sampled):
     target = tiny_or_skip(name, **RANDOM[name])
-    if IS_OLD and ability_of(target).way is Way.PLAIN:
+    if IS_OLD and capability_of(target).mode is VerifyMode.PLAIN:
         pytest.skip("plain decoding may be as random as it is")
     draft, streamer, forwards = set_tree(new_draft(target), "cpu"), Recorder(), []
     target.generate(prompt(5), assistant_model=draft, max_new_tokens=4)  # evaluation mode; a trial, if one is needed
@@ -115,7 +115,7 @@ def test_random_numbers_that_no_field_tells_of():
 @pytest.mark.parametrize("mode", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_training_mode_without_a_random_number_is_as_good(name, mode):
     target = tiny_or_skip(name)
-    drafts = not IS_OLD or ability_of(target).way is not Way.PLAIN
+    drafts = not IS_OLD or capability_of(target).mode is not VerifyMode.PLAIN
     draft = set_tree(new_draft(target, half=False), "cpu")
     target.train()
     torch.manual_seed(0)

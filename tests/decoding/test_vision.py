@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from eagle3_hf import Eagle3Candidate
+from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.features import FeatureReader, media_token_ids
 from support.drafts import compare, new_draft, set_tree
-from support.more_families import IS_OLD
-from support.vision_families import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, image_prompt, tiny_vision
+from support.families.others import IS_OLD
+from support.families.vision import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, image_prompt, tiny_vision
 
 
 FAST = ["gemma3_vl", "qwen2_5_vl", "paligemma2"]
@@ -79,7 +80,7 @@ def test_a_placeholder_may_lie_outside_the_vocabulary():
     features = torch.randn(1, 4, draft.config.target_hidden_size * 3)
     embeds = torch.randn(1, 4, draft.config.hidden_size)
     embedded = tokens == 99_999
-    tree = candidate.draft_tree(features, tokens, embeds=embeds, embedded=embedded)
+    tree = candidate.draft_tree(DraftInputs(features, tokens, embeds=embeds, embedded=embedded))
     assert int(tree.tokens[0, 0]) == 7
 
 

@@ -79,7 +79,7 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
 def test_info_strings_are_known(page):
     """A misspelt language would quietly keep a block from being run."""
     for block in blocks(page.read_text(encoding="utf-8")):
-        known = [[], ["bash"], ["text"], ["json"], ["python"], ["python", "no-run"]]
+        known = [[], ["bash"], ["text"], ["json"], ["mermaid"], ["python"], ["python", "no-run"]]
         assert block.info in known, f"{page.name}:{block.line}: ```{' '.join(block.info)}"
 
 

@@ -82,7 +82,7 @@ def test_facts():
 
 def test_heads_that_say_less():
     text = card_text(config_of(target_layer_ids=None, draft_vocab_size=320, own_lm_head=False))
-    assert "not recorded: settled when the head meets its target" in text
+    assert "not recorded; they follow from the target" in text
     assert "the target's, 320 tokens" in text
     assert "| output layer | the target's, borrowed |" in text
     assert "tree saved with it" not in text
@@ -141,7 +141,7 @@ def test_an_untouched_card_is_renewed(tmp_path):
     "edit",
     [
         lambda text: text + "\nTrained on my own chats.\n",
-        lambda text: text.replace("guesses", "proposes"),
+        lambda text: text.replace("drafts", "proposes"),
         lambda text: text.replace("---\nbase_model", "---\nlicense: mit\nbase_model", 1),
         lambda text: text.replace("- eagle3\n", "- eagle3\n- math\n", 1),
         lambda text: "My own words.",

@@ -188,7 +188,7 @@ def test_training_arguments_reach_the_loss(chat_target, tokenizer, tmp_path, opt
 
 def test_a_width_that_cannot_be_compared_is_refused_before_any_work(chat_target, tokenizer, tmp_path):
     narrow = new_draft(chat_target, hidden_size=32)
-    with pytest.raises(ValueError, match="give the head the target's hidden_size, or set it to 0"):
+    with pytest.raises(ValueError, match="give the head the target's hidden_size, or set feature_loss_weight to 0"):
         trainer_for(chat_target, chats(), tmp_path, tokenizer, narrow, feature_loss_weight=1.0)
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from eagle3_hf import Eagle3DraftModel, export_head
 from eagle3_hf.model.attention import CachedAttention, DraftCache
 from eagle3_hf.ttt.attention import TTTAttention
-from support.engine_heads import HEADS, SGLANG, SPECULATORS, VLLM
+from support.engines.heads import HEADS, SGLANG, SPECULATORS, VLLM
 from support.families import HIDDEN_SIZE, VOCAB_SIZE, tiny
 from support.heads import DRAFT_VOCAB, new_head
 
@@ -42,9 +42,9 @@ def interpreter(variable: str) -> str:
 
 def run(python: str, script: str, folder: Path) -> None:
     """The script's own errors end the test with its own words."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [python, str(Path(__file__).parents[1] / "support" / script), str(folder)]
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [python, str(tests / "support" / "engines" / script), str(folder)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-6000:]
 
@@ -139,7 +139,7 @@ class SpeculatorsRun:
             "save": {str(folder / "theirs" / name): settings for name, settings in THEIRS.items()},
         }
         (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-        run(python, "engine_speculators.py", folder)
+        run(python, "run_speculators.py", folder)
 
     def outputs(self, whose: str, name: str) -> torch.Tensor:
         return load_file(self.folder / whose / name / "outputs.safetensors")["logits"]
@@ -204,7 +204,7 @@ class EngineRun:
             export_head(draft, folder / name, engine)
         jobs = {"load": [str(folder / name) for name in self.heads]}
         (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-        run(python, f"engine_{engine}.py", folder)
+        run(python, f"run_{engine}.py", folder)
 
     def facts(self, name: str) -> dict:
         return json.loads((self.folder / name / "outputs.json").read_text(encoding="utf-8"))

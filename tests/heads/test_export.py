@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import eagle3_hf
 from eagle3_hf import Eagle3DraftModel, export_head
 from eagle3_hf.cli import main
-from eagle3_hf.export import ENGINES, FORMATS, ExportError, needs_target_weights, obstacles
+from eagle3_hf.export import ENGINES, FORMATS, ExportError, needs_target_weights, unsupported_features
 from eagle3_hf.model.layers import Eagle3RotaryEmbedding
-from support.engine_heads import HEADS, SGLANG, SPECULATORS, VLLM
+from support.engines.heads import HEADS, SGLANG, SPECULATORS, VLLM
 from support.families import VOCAB_SIZE, tiny
 from support.heads import new_head
 
@@ -222,7 +222,7 @@ def test_guessed_layer_ids_are_said_to_be_guesses(tmp_path, monkeypatch, caplog)
 def test_the_target_settles_layer_ids(as_config, target, tmp_path):
     draft = head("plain", target_layer_ids=None, target_num_hidden_layers=None)
     for to in FORMATS:
-        with pytest.raises(ExportError, match="target_layer_ids: its file names none.*pass target="):
+        with pytest.raises(ExportError, match="target_layer_ids: the head.s file names none.*pass target="):
             export_head(draft, tmp_path / "out", to)
     for to in (VLLM, FORMATS[-1]):
         folder = export_head(draft, tmp_path / to, to, target=target.config if as_config else target)
@@ -273,7 +273,7 @@ def test_every_reason_at_once(tmp_path):
         export_head(draft, tmp_path / "out", SGLANG)
     for reason in ("norm_before_residual", "qk_norm", "fc_bias", "hidden_act"):
         assert f"- {reason}" in str(error.value)
-    assert len(obstacles(draft.config, SGLANG)) == 4
+    assert len(unsupported_features(draft.config, SGLANG)) == 4
 
 
 def test_unset_vocabulary(tmp_path):
@@ -406,7 +406,11 @@ def test_convert_sets_what_a_file_leaves_open(folders, tmp_path, capsys):
     assert main([*command, "--set", "target_layer_ids=[1, 3, 8]", "--set", "norm_output=True"]) == 0
     written = read_config(tmp_path / "out")
     assert (written["eagle_aux_hidden_state_layer_ids"], written["norm_output"]) == ([1, 3, 8], True)
-    for setting, words in (("norm_outpt=true", "is no field of"), ("norm_output=yes", "no JSON value"), ("x", "JSON")):
+    for setting, words in (
+        ("norm_outpt=true", "is not a field of"),
+        ("norm_output=yes", "expected JSON"),
+        ("x", "JSON"),
+    ):
         assert main([*command, "--overwrite", "--set", setting]) == 1
         assert f"--set {setting}" in (said := capsys.readouterr().err)
         assert words in said

@@ -2,8 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +12,9 @@ from transformers import AutoConfig, AutoModel
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.published_formats import HeadFormatError
-from support import fuzz
-from support.fuzz_heads import HEADS, IDS, Published, write
+from support.fuzz import cases as fuzz
+from support.fuzz.heads import HEADS, IDS, Published, write
+from support.processes import run_python
 
 
 load = Eagle3DraftModel.from_pretrained
@@ -74,11 +73,8 @@ def test_a_wrong_tensor_is_found(tmp_path):
 
 def run(count: int, seed: int, seconds: float) -> dict:
     """The fuzzer's summary, from a process of its own whose memory is limited."""
-    tests = Path(__file__).parents[1]
-    paths = [str(tests.parent), str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "support.fuzz", "--count", str(count), "--seed", str(seed), "--decode-every", "4"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+    options = ["--count", count, "--seed", seed, "--decode-every", 4]
+    done = run_python(["-m", "support.fuzz.cases", *options], seconds, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     sys.stdout.write(f"{summary}\n")
@@ -167,7 +163,7 @@ def test_views_of_one_storage_become_tensors_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
-        (torch.empty(64, 192, device="meta"), "has shapes, but no numbers for ['fc.weight']"),
+        (torch.empty(64, 192, device="meta"), "has shapes, but no values for ['fc.weight']"),
         (torch.ones(64, 192).to_sparse(), "fc.weight is sparse or quantised, not a plain tensor"),
         (torch.zeros(1).expand(10**6, 10**6), "claims shape (1000000, 1000000), more bytes than the file has"),
     ],
@@ -233,7 +229,7 @@ GENERATION = [
     ({"num_assistant_tokens": "many"}, "says num_assistant_tokens 'many': it must be an integer from 1"),
     ({"assistant_tree_depth": 10**18}, "says assistant_tree_depth 1000000000000000000: it must be an integer from 1"),
     ({"assistant_tree_top_k": True}, "says assistant_tree_top_k True"),
-    ({"assistant_known_noise": 4}, "says assistant_known_noise 4"),
+    ({"assistant_coupled_sampling": 4}, "says assistant_coupled_sampling 4"),
     ({"eos_token_id": "end"}, "says eos_token_id 'end': it must be a token id"),
 ]
 

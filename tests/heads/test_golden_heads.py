@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from eagle3_hf import Eagle3DraftModel, export_head
-from eagle3_hf.export import FORMATS, obstacles
+from eagle3_hf.export import FORMATS, unsupported_features
 from eagle3_hf.model.configuration_eagle3 import FIELDS
 from eagle3_hf.published_formats import HeadFormatError
 from support.heads import write_folder
@@ -103,7 +103,7 @@ def test_saved_exported_and_loaded_again_it_is_the_same(shared, name, tmp_path):
     first.save_pretrained(tmp_path / "own")
     second = load(tmp_path / "own")
     fits = second.config.target_hidden_size == target.config.hidden_size
-    formats = {to for to in FORMATS if to == "eagle3-hf" or not obstacles(second.config, to)}
+    formats = {to for to in FORMATS if to == "eagle3-hf" or not unsupported_features(second.config, to)}
     if second.config.own_embeddings and fits:
         formats -= {"sglang"}  # which would replace the embedding by the target's, another one
     assert "vllm" in formats

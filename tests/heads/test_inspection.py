@@ -11,7 +11,7 @@ from eagle3_hf.published_formats import HeadFormatError
 from support.families import tiny
 from support.heads import new_head, write_folder
 from support.published import config_of, shape_only, tiny_folder, tiny_tensors
-from support.published_rows import INDICES, REFUSED, ROWS
+from support.published.rows import INDICES, REFUSED, ROWS
 
 
 def the(name: str):
@@ -40,7 +40,7 @@ def test_every_published_head_can_be_looked_at(row, tmp_path):
     found = inspect_head(shape_only(row, tmp_path))
     report = str(found)
     assert found.problems == []
-    assert line(report, "dialect") == found.described.dialect
+    assert line(report, "format") == found.described.format_name
     assert all(note in report for note in found.described.notes)
     assert all(name in report for name in row.dropped)
     assert f"draft_vocab_size = {row.shape.draft_vocab}" in report
@@ -113,7 +113,7 @@ def test_a_target_that_fits_is_known_by_its_config_alone(tmp_path, target_folder
 def test_layer_ids_are_settled_with_the_target(tmp_path, target_folder):
     named = inspect_head(tiny_folder(the("SafeAILab"), tmp_path / "none"), target_folder)
     assert named.config.target_layer_ids == INDICES
-    assert "names no layers: the reference's rule for 8 blocks" in line(str(named), "reads")
+    assert "names no layers: the reference's rule for 8 blocks is used" in line(str(named), "reads")
     taken_back = inspect_head(tiny_folder(the("ModelOpt, gpt-oss v3"), tmp_path / "v3"), target_folder)
     assert taken_back.config.target_layer_ids == [4, 6, 8]
     assert "[5, 7, 9]" in line(str(taken_back), "reads")

@@ -11,7 +11,7 @@ from eagle3_hf.model.loading import describe_head
 from eagle3_hf.published_formats import HeadFormatError
 from eagle3_hf.published_formats.layer_ids import KEY, LayerIds, layer_ids
 from support.families import tiny
-from support.fuzz_config import ID_KEYS
+from support.fuzz.config import ID_KEYS
 from support.heads import new_head, published, write_folder
 
 
@@ -66,7 +66,7 @@ def test_ids_at_one_place_are_never_ignored(place):
 def test_a_first_id_of_1_at_the_top_is_noted_with_the_other_reading():
     found, (note,) = read((("", KEY), OUTPUTS))
     assert found == LayerIds(OUTPUTS)
-    assert f"may be one layer low; if it accepts little, try target_layer_ids={INDICES}" in note
+    assert f"may read one layer too low; if acceptance is low, try target_layer_ids={INDICES}" in note
 
 
 # ----- two places ----------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ PAIRS = list(itertools.combinations(PLACES, 2))
 
 
 def test_equal_ids_at_two_places():
-    """Warned of with both readings and the override wherever the two places do not count alike."""
+    """Warned of with both readings and the override wherever the two places different conventions."""
     for one, other in PAIRS:
         found, notes = read((one, OUTPUTS), (other, OUTPUTS))
         customs = {one in INDEX_PLACES, other in INDEX_PLACES}
@@ -232,12 +232,12 @@ SHAPES = {
     "midlayer.self_attn.indexer.wk.weight": "is sparse",
     "midlayer.self_attn.g_proj.weight": "an output gate",
     "layers.1.linear_attn.conv1d.weight": "recurrent or convolutional",
-    "midlayer.pre_feedforward_layernorm.weight": "norms on both sides",
+    "midlayer.pre_feedforward_layernorm.weight": "norms before and after each part",
     "midlayer.hidden_norm.bias": "LayerNorms with biases",
     "norm.bias": "LayerNorms with biases",
-    "midlayer.mlp.fc1.weight": "no gated one",
-    "fc.1.weight": "by several layers",
-    "fc2.weight": "by several layers",
+    "midlayer.mlp.fc1.weight": "not a gated one",
+    "fc.1.weight": "with several layers",
+    "fc2.weight": "with several layers",
     "lm_head.bias": "has a bias",
     "midlayer.self_attn.q_proj.lora_A.weight": "adapters that are not merged",
 }

@@ -16,8 +16,9 @@ from torch import nn
 from transformers import AutoModel, LlamaConfig
 
 from eagle3_hf import DraftTree, Eagle3Candidate, Eagle3DraftConfig, Eagle3DraftModel
-from eagle3_hf.decoding.draft.growth import TreeSettings
+from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.attention import CachedAttention, DraftCache
+from eagle3_hf.model.tree_settings import TreeSettings
 from eagle3_hf.published_formats import HeadFormatError
 from eagle3_hf.ttt.attention import TTTAttention
 from support.families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
@@ -248,7 +249,7 @@ def test_reference_tree(eagle_head):
     draft, target, io = eagle_head
     nodes = io["tree_draft_tokens"].shape[1] - 1
     candidate = Eagle3Candidate(target, draft, TreeSettings(nodes, 4, 4))
-    tree: DraftTree = candidate.draft_tree(io["features"], io["input_ids"])
+    tree: DraftTree = candidate.draft_tree(DraftInputs(io["features"], io["input_ids"]))
     assert torch.equal(tree.tokens, io["tree_draft_tokens"])
     assert torch.equal(tree.ancestors, io["tree_mask"][0].bool())
     assert torch.equal(tree.depths[0], io["tree_position_ids"])
@@ -325,13 +326,14 @@ def test_first_generation_head(tmp_path):
         "layers.0.self_attn.q_proj.weight": torch.zeros(64, 64),
         "layers.0.mlp.up_proj.weight": torch.zeros(96, 64),
     }
-    assert "an EAGLE-1/EAGLE-2 head or an unknown dialect" in refusal(write_folder(tmp_path / "a", config, tensors))
+    assert "an EAGLE-1/EAGLE-2 head or an unknown format" in refusal(write_folder(tmp_path / "a", config, tensors))
     config, tensors = published(new_head())
     tensors["fc.weight"] = tensors["fc.weight"][:, :128].clone()
     assert refusal(write_folder(tmp_path / "b", config, tensors)) == (
         "fc.weight reads 128 features, but 3 layers of a target of width 64 give 192: this is not an EAGLE-3 head "
-        "(an EAGLE-1/2 head reads one), or target_hidden_size or its layer ids (eagle_aux_hidden_state_layer_ids) are "
-        "missing from its config; load it with target_hidden_size= or target_layer_ids=[...]"
+        "(an EAGLE-1/2 head reads one layer), or target_hidden_size or its layer ids "
+        "(eagle_aux_hidden_state_layer_ids) are missing from its config; load it with target_hidden_size= or "
+        "target_layer_ids=[...]"
     )
 
 
@@ -476,8 +478,8 @@ def test_mismatched_shapes_are_an_error_even_if_allowed(tmp_path):
             None,
             "its config must have `num_attention_heads`, an integer of at least 1; it says N",
         ),
-        ("num_attention_heads", 3, "q_proj.weight) has 64 rows, which is no multiple of num_attention_heads 3"),
-        ("num_attention_heads", 128, "q_proj.weight) has 64 rows, which is no multiple of num_attention_heads 128"),
+        ("num_attention_heads", 3, "q_proj.weight) has 64 rows, which is not a multiple of num_attention_heads 3"),
+        ("num_attention_heads", 128, "q_proj.weight) has 64 rows, which is not a multiple of num_attention_heads 128"),
         (
             "target_hidden_size",
             "wide",
@@ -514,7 +516,7 @@ def test_configs_that_contradict_the_tensors_or_make_no_sense(tmp_path, field, v
             50,
             "layers.0.mlp.down_proj.weight has shape (64, 96) in the file, but the config makes",
         ),
-        ("num_hidden_layers", 2, "its config says num_hidden_layers 2, but its tensors are of 1 layers"),
+        ("num_hidden_layers", 2, "its config says num_hidden_layers 2, but it has tensors of 1 layers"),
         ("qk_norm", True, "missing tensors ['layers.0.self_attn.k_norm.weight', 'layers.0.self_attn.q_norm.weight']"),
     ],
 )
@@ -527,7 +529,7 @@ def test_own_configs_of_the_wrong_kind(tmp_path, field, value, words):
 def test_quantised_weights(tmp_path):
     config, tensors = published(new_head())
     tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e4m3fn)
-    words = "quantised heads are refused, use the original one"
+    words = "quantised heads are not supported, use the original one"
     assert words in refusal(write_folder(tmp_path, config, tensors))
     tensors["fc.weight"] = torch.zeros(64, 192, dtype=torch.int8)
     assert refusal(write_folder(tmp_path, config, tensors)) == f"fc.weight has dtype int8: {words}"
@@ -591,13 +593,16 @@ def too_short(tensors):
             without_map,
             "draft vocabulary without a map: the head has 128 of 320 tokens and no `d2t` tensor that says wh",
         ),
-        (without_lm_head, "missing tensors ['lm_head.weight']: a head with a draft vocabulary of 128 cannot borrow"),
+        (
+            without_lm_head,
+            "missing tensors ['lm_head.weight']: a head with a draft vocabulary of 128 tokens cannot borrow",
+        ),
         (zeros, "d2t is all zero although the draft vocabulary (128) is smaller than the target's (320)"),
         (too_far, "d2t[5] = 400 maps draft id 5 to target id 405, outside 0..319 (1 such entries)"),
         (twice, "d2t is not one-to-one: draft ids 6 and 7 both map to target id"),
         (stale_mask, "which t2d does not mark (1 such ids); one of the two is stale"),
         (short_mask, "t2d marks 127 tokens, but d2t maps 128; one of the two is stale"),
-        (floats, "d2t must be integer offsets, got float16, which rounds them"),
+        (floats, "d2t must hold integer offsets, got float16, which rounds them"),
         (too_short, "d2t has shape (127,) in the file, but the config makes it (128,)"),
     ],
 )
@@ -700,7 +705,7 @@ def test_a_training_checkpoint_is_not_taken_for_weights(tmp_path):
     config, tensors = published(new_head())
     folder = write_folder(tmp_path, config, {"module": tensors, "global_steps": 3}, "pytorch_model.bin")
     assert refusal(folder) == (
-        "FOLDER/pytorch_model.bin holds ['module', 'global_steps'] that are no tensors: a training checkpoint, not "
+        "FOLDER/pytorch_model.bin holds ['module', 'global_steps'] that are not tensors: a training checkpoint, not "
         "the weights of a head"
     )
 

@@ -1,4 +1,4 @@
-"""Every kind of published head (`published_rows`): understood at its published size, loaded and run in small."""
+"""Every kind of published head (`published.rows`): understood at its published size, loaded and run in small."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from support.published import (
     tiny_folder,
     tiny_tensors,
 )
-from support.published_rows import INDICES, LLAMA3_ROPE, REFUSED, ROWS, nested
+from support.published.rows import INDICES, LLAMA3_ROPE, REFUSED, ROWS, nested
 
 
 load = Eagle3DraftModel.from_pretrained
@@ -509,17 +509,17 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "heads.md"
 
 
 def documented(heading: str) -> set[tuple[str, ...]]:
-    """The rows of the table under a heading: target, repositories, dialect, peculiarity."""
+    """The rows of the table under a heading: target, repositories, format, peculiarity."""
     section = PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return {tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]) for line in lines}
 
 
 def as_documented(row) -> tuple[str, ...]:
-    return row.target, ", ".join(f"`{repo}`" for repo in row.repos) or "(none public)", row.dialect, row.peculiarity
+    return row.target, ", ".join(f"`{repo}`" for repo in row.repos) or "(none public)", row.format, row.peculiarity
 
 
-@pytest.mark.parametrize(("heading", "rows"), [("Heads that load", ROWS), ("Heads that are refused", REFUSED)])
+@pytest.mark.parametrize(("heading", "rows"), [("Heads that load", ROWS), ("Heads that are rejected", REFUSED)])
 def test_the_page_shows_these_rows_and_no_others(heading, rows):
     assert documented(heading) == {as_documented(row) for row in rows}
 

@@ -8,20 +8,20 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
+from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
+from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.attention import CachedAttention
 from eagle3_hf.model.features import FeatureReader, text_backbone
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
 from eagle3_hf.ttt.loss import IGNORE_INDEX
 from support.drafts import compare, new_draft, set_tree, target_of
-from support.families import HIDDEN_SIZE, VOCAB_SIZE, prompt, tiny
-from support.heads import new_head
+from support.families import HIDDEN_SIZE, deepseek, prompt, tiny
+from support.heads import LATENT, VARIANTS, new_head
 
 
-LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 NO_HEAD_SIZES = {"num_key_value_heads": None, "head_dim": None}
 YARN = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 8.0, "original_max_position_embeddings": 32}
 
@@ -98,33 +98,6 @@ def test_tensors_of_a_latent_head_have_deepseeks_names_and_the_first_layer_reads
         }
 
 
-def deepseek(**overrides):
-    config = AutoConfig.for_model(
-        "deepseek_v3",
-        **LATENT,
-        q_lora_rank=20,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        bos_token_id=None,
-        eos_token_id=None,
-        **overrides,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
 def test_a_latent_head_starts_from_the_last_block_of_a_latent_target():
     target = deepseek()
     draft = Eagle3DraftModel.from_target(target, **LATENT, q_lora_rank=20)
@@ -176,7 +149,9 @@ def test_a_window_beyond_the_text_changes_nothing():
     assert torch.equal(windowed(ids, features).logits, plain(ids, features).logits)
     trees = []
     for draft in (plain, windowed):
-        trees.append(Eagle3Candidate(target, set_tree(draft, (10, 2, 4))).draft_tree(features[:, :9], ids[:, 1:10]))
+        trees.append(
+            Eagle3Candidate(target, set_tree(draft, (10, 2, 4))).draft_tree(DraftInputs(features[:, :9], ids[:, 1:10]))
+        )
     assert torch.equal(trees[0].tokens, trees[1].tokens)
     assert torch.equal(trees[0].scores, trees[1].scores)
 
@@ -242,27 +217,15 @@ def test_it_trains_alike_online_and_from_a_store(tmp_path):
 # ----- the target's own text -----------------------------------------------------------------------------------------
 
 
-HEADS = {
-    "latent": LATENT,
-    "latent with a window": {**LATENT, "q_lora_rank": 20, "layer_types": ["sliding_attention"], "sliding_window": 5},
-    "window": {"layer_types": ["sliding_attention"], "sliding_window": 6},
-    "window in one of two layers": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6}
-    | {"num_hidden_layers": 2},
-    "final output alone": {"use_aux_hidden_state": False},
-    "half of the head rotated": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-    "no final norm": {"final_norm": False},
-}
-
-
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_text_is_the_targets(name, family, sampled):
-    draft = set_tree(new_draft(target_of(family), half=False, **HEADS[name]), "cpu")
+    draft = set_tree(new_draft(target_of(family), half=False, **VARIANTS[name]), "cpu")
     compare(target_of(family), draft, prompt(9), do_sample=sampled)
 
 
-@pytest.mark.parametrize("overrides", [{}, HEADS["final output alone"], {**LATENT, "q_lora_rank": 20}], ids=str)
+@pytest.mark.parametrize("overrides", [{}, VARIANTS["final output alone"], {**LATENT, "q_lora_rank": 20}], ids=str)
 def test_text_is_that_of_a_latent_target(overrides):
     target = deepseek()
     compare(target, set_tree(new_draft(target, half=False, **overrides), "cpu"), prompt(9), do_sample=False)
@@ -270,7 +233,7 @@ def test_text_is_that_of_a_latent_target(overrides):
 
 def test_transformers_own_loop_gives_the_one_feature():
     target, ids = target_of("llama"), prompt(7)
-    draft = new_draft(target, half=False, **HEADS["final output alone"])
+    draft = new_draft(target, half=False, **VARIANTS["final output alone"])
     candidate = Eagle3Candidate(target, set_tree(draft, "chain"))
     with torch.no_grad(), FeatureReader(target, [-1]) as reader:
         outputs = target(ids, output_hidden_states=True)

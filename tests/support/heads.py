@@ -26,6 +26,19 @@ FIELDS = {
     "target_layer_ids": [1, 2, 4],
 }
 
+LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+# Heads that are built otherwise: what `from_target` is told.
+VARIANTS = {
+    "latent": LATENT,
+    "latent with a window": {**LATENT, "q_lora_rank": 20, "layer_types": ["sliding_attention"], "sliding_window": 5},
+    "window": {"layer_types": ["sliding_attention"], "sliding_window": 6},
+    "window in one of two layers": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6}
+    | {"num_hidden_layers": 2},
+    "final output alone": {"use_aux_hidden_state": False},
+    "half of the head rotated": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "no final norm": {"final_norm": False},
+}
+
 
 def new_head(seed: int = 0, **overrides) -> Eagle3DraftModel:
     """A random head in float32 whose norms and biases do something; the generator's state is left as it was."""

@@ -1,24 +1,38 @@
-"""Scripts that two processes run side by side, for what takes more than one."""
+"""Python in processes of its own, which can import the package and the tests' helpers."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
-def run_in_two(script: str, folder: Path) -> subprocess.CompletedProcess:
-    """Run a script, with `folder` as its argument, in two processes of torch.distributed that can import the tests."""
-    path = folder / "script.py"
-    path.write_text(script)
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run = subprocess.run(
-        [*launch, str(path), str(folder)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+TESTS = Path(__file__).parents[1]
+
+
+def run_python(arguments: Sequence[object], seconds: float = 300, **variables: str) -> subprocess.CompletedProcess:
+    """Run the interpreter with these arguments, however it ends.
+
+    Args:
+        arguments: those of the interpreter, such as `["-c", code, "argument"]`.
+        seconds: after which it is stopped and the test fails.
+        variables: of the environment, besides this process's own.
+    """
+    paths = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=seconds,
     )
+
+
+def run_in_two(script: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run a script, with `folder` as its argument, in two processes of torch.distributed, which must end well."""
+    path = folder / "script.py"
+    path.write_text(script)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = run_python([*launch, path, folder], seconds=400)
     assert run.returncode == 0, run.stderr[-4000:]
     return run

@@ -1,9 +1,13 @@
 """Training runs on a tiny target, for the tests of training."""
 
+from pathlib import Path
+
 import torch
 from transformers import TrainerCallback
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
+from eagle3_hf.training.data.encoding import prepare_dataset
+from support.chats import chat_tokenizer
 
 
 ANSWERS = [
@@ -89,3 +93,28 @@ class StopAfter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = state.global_step == self.step
+
+
+def batches(target, path: Path, rank: int, world_size: int):
+    """A trainer (for its teacher), this process's rows as a batch, and the supervised tokens of all processes."""
+    tokenizer = chat_tokenizer()
+    rows = prepare_dataset(chats(), tokenizer, max_length=None)
+    trainer = trainer_for(target, rows, path, tokenizer)
+    everything = [rows[i] for i in range(8)]
+    count = int((trainer.data_collator(everything)["labels"] != -100).sum())
+    return trainer, trainer.data_collator(everything[rank::world_size]), count
+
+
+def steps(draft, trainer, data, count: int, world_size: int) -> dict:
+    """Two optimizer steps; gradients are averaged over processes, so the loss is scaled as Trainer does."""
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    norms = []
+    for _ in range(2):
+        inputs = trainer.draft_inputs(data)
+        loss = draft(**inputs, num_items_in_batch=count).loss * world_size
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), 0.5)
+        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": norms}

@@ -69,5 +69,5 @@ def test_every_row_is_trained_and_decoded(ablation, target, tmp_path, monkeypatc
 
 
 def test_nothing_left_to_train_on(ablation, target, tmp_path):
-    with pytest.raises(ValueError, match="there are 8 chats, and 8 are to be held out"):
+    with pytest.raises(ValueError, match="there are 8 chats, of which 8 are to be held out"):
         ablation.ablate(target, chat_tokenizer(), chats(), options(tmp_path, held_out=8))

@@ -114,7 +114,8 @@ def test_no_numbers(command, option, folder, tmp_path, capsys):
     for value in NO_NUMBERS:
         words = with_value(valid(folder, tmp_path, command), action, None, value)
         line = refused([command, *words], capsys)
-        assert f"argument {option}: {value!r} is no " in line
+        assert f"argument {option}: expected " in line
+        assert line.endswith(f"got {value!r}")
 
 
 def test_every_option_that_takes_a_number_is_checked():
@@ -142,13 +143,13 @@ def test_names_of_nothing(command, folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--dtype", "bf61", "'bf61' is no dtype: choose from auto, float32, fp32, bfloat16, bf16"),
-        ("--device", "auto", "auto is no device, but a --device-map"),
-        ("--device", "gpu", "'gpu' is no device, such as cpu, cuda or cuda:1"),
-        ("--device", "cuda:99", "there is no cuda:99 here, but cpu"),
-        ("--device", "meta", "there is no meta here, but cpu"),
-        ("--device-map", "{", "{ is no JSON"),
-        ("--device-map", "everywhere", "'everywhere' is no device"),
+        ("--dtype", "bf61", "'bf61' is not a dtype: choose from auto, float32, fp32, bfloat16, bf16"),
+        ("--device", "auto", "auto is not a device; pass it as --device-map"),
+        ("--device", "gpu", "'gpu' is not a device, such as cpu, cuda or cuda:1"),
+        ("--device", "cuda:99", "this machine has no cuda:99, but cpu"),
+        ("--device", "meta", "this machine has no meta, but cpu"),
+        ("--device-map", "{", "{ is not valid JSON"),
+        ("--device-map", "everywhere", "'everywhere' is not a device"),
     ],
 )
 @pytest.mark.parametrize("command", ["datagen", "features", "bench", "train"])
@@ -226,8 +227,8 @@ def test_questions_of_the_wrong_kind(content, words, folder, tmp_path, capsys, m
         ("missing", "is neither a local folder nor a Hub id"),
         ("binary", "is a file: expected the folder of a model"),
         ("nothing", "has no config.json: it is not the folder of a model"),
-        ("broken", "is no JSON"),
-        ("listed", "is no config: expected a JSON object, found a list"),
+        ("broken", "is not valid JSON"),
+        ("listed", "is not a config: expected a JSON object, found a list"),
     ],
 )
 def test_what_is_wrong_with_a_model_is_said_alike(name, words, folder, tmp_path, capsys):
@@ -288,7 +289,7 @@ def test_no_numbers_for_train(option, tmp_path, capsys):
     for value in NO_NUMBERS:
         assert f"--{option}" in refused([*words, f"--{option}={value}"], capsys)
     (tmp_path / "c.yaml").write_text(f"target: t\ntrain_data: d\noutput_dir: {tmp_path}\n{option}: -3\n")
-    assert "'-3' is no " in refused(["train", str(tmp_path / "c.yaml")], capsys)
+    assert refused(["train", str(tmp_path / "c.yaml")], capsys).endswith("got '-3'")
 
 
 @pytest.mark.parametrize("option", ["accelerator_config", "deepspeed", "fsdp_config"])
@@ -308,4 +309,4 @@ def test_config_files_of_the_wrong_kind(name, folder, tmp_path, capsys):
 def test_hub_ids_that_are_not_here(command, folder, tmp_path, capsys):
     words = valid(folder, tmp_path, command)
     words[0] = "nobody/no-such-model"
-    assert "nobody/no-such-model is no folder or file here" in refused([command, *words], capsys)
+    assert "nobody/no-such-model is not a local folder or file" in refused([command, *words], capsys)

@@ -1,11 +1,7 @@
 """A draft vocabulary is counted once for a dataset, tokenizer and sizes, and never taken from a wrong file."""
 
 import logging
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from eagle3_hf.training.data import draft_vocab
 from eagle3_hf.training.data.draft_vocab import cached_draft_vocab, dataset_fingerprint, report_coverage
 from eagle3_hf.training.data.packing import PackedDataset
 from support.chats import chat_tokenizer
+from support.processes import run_python
 
 
 ROWS = [{"input_ids": [1, 2, 7, 7, 9], "labels": [-100, -100, 7, 7, 9]}, {"input_ids": [3] * 4, "labels": [-100] * 4}]
@@ -136,10 +133,8 @@ fingerprint = prepare_dataset([{"messages": chat}], chat_tokenizer(), max_length
 
 
 def test_the_same_chats_have_the_same_key_in_another_process(monkeypatch):
-    here = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
-    command = [sys.executable, "-c", SCRIPT + "print(fingerprint)"]
-    other = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    other = run_python(["-c", SCRIPT + "print(fingerprint)"], PYTHONHASHSEED="7")
+    assert other.returncode == 0, other.stderr
     namespace = {}
     exec(SCRIPT, namespace)
     assert other.stdout.strip() == namespace["fingerprint"]

@@ -1,16 +1,11 @@
 """Features on disk: the same as those seen online, written whole or not at all, and never mixed with others'."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file
 from torch import nn
 
@@ -19,31 +14,14 @@ from eagle3_hf.training.targets import feature_store, output_layer, stored_featu
 from eagle3_hf.training.targets.feature_store import StoredFeatures, projected_bytes, write_features
 from eagle3_hf.training.targets.teacher import Teacher
 from eagle3_hf.ttt.loss import IGNORE_INDEX
-from support.families import prompt, tiny
-
-
-LAYER_IDS = [1, 2, 3]
-LENGTHS = [9, 5, 14, 6, 11, 7, 8]
+from support.families import tiny
+from support.feature_stores import LAYER_IDS, LENGTHS, rows_of, shards, write
+from support.processes import run_python
 
 
 @pytest.fixture(scope="module")
 def target():
     return tiny("llama", num_hidden_layers=4)
-
-
-def rows_of(lengths: list[int], seed: int = 0) -> Dataset:
-    ids = [prompt(length, seed=seed + i)[0].tolist() for i, length in enumerate(lengths)]
-    return Dataset.from_list([{"input_ids": row, "labels": [IGNORE_INDEX] * 3 + row[3:]} for row in ids])
-
-
-def write(target, directory, rows=None, **kwargs):
-    options = {"shard_size": 3, "batch_tokens": 24, "progress": False, "dtype": torch.float32, **kwargs}
-    layer_ids = options.pop("layer_ids", LAYER_IDS)
-    write_features(target, rows or rows_of(LENGTHS), directory, layer_ids, **options)
-
-
-def shards(directory) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))}
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +170,8 @@ def test_parts_written_side_by_side_equal_one(target, tmp_path, written):
 
 FULL = """
 import resource, sys
-from training.test_feature_store import tiny, write
+from support.families import tiny
+from support.feature_stores import write
 target = tiny("llama", num_hidden_layers=4)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)  # a write beyond it fails, as on a full disk
 write(target, sys.argv[1], progress=False)
@@ -200,7 +179,9 @@ write(target, sys.argv[1], progress=False)
 
 KILLED = """
 import os, signal, sys
-from training.test_feature_store import feature_store, tiny, write
+from eagle3_hf.training.targets import feature_store
+from support.families import tiny
+from support.feature_stores import write
 save = feature_store.save_file
 def torn(tensors, path):
     save(tensors, path)
@@ -212,18 +193,9 @@ write(tiny("llama", num_hidden_layers=4), sys.argv[1], progress=False)
 """
 
 
-def run_script(script: str, *arguments) -> subprocess.CompletedProcess:
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=200
-    )
-
-
 def test_a_disk_that_fills_up_in_the_middle_of_a_shard(target, tmp_path, written):
     """A real write that fails half-way: nothing torn stays, the message says what to do, and doing so works."""
-    run = run_script(FULL, tmp_path, (written / "shard-00001.safetensors").stat().st_size - 100)
+    run = run_python(["-c", FULL, tmp_path, (written / "shard-00001.safetensors").stat().st_size - 100])
     assert run.returncode == 1
     assert "shard-00000.safetensors could not be written" in run.stderr or "shard-00001" in run.stderr
     assert "make room and run the same call again, it goes on from there" in run.stderr
@@ -235,7 +207,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_shard(target, tmp_path, written
 
 
 def test_killed_in_the_middle_of_a_shard(target, tmp_path, written):
-    done = run_script(KILLED, tmp_path)
+    done = run_python(["-c", KILLED, tmp_path])
     assert done.returncode == -9, done.stderr
     assert list(shards(tmp_path)) == ["shard-00000.safetensors"]
     write(target, tmp_path)

@@ -4,36 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from eagle3_hf import Eagle3DraftModel
-from eagle3_hf.training.data.encoding import prepare_dataset
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
-from support.chats import chat_tokenizer, tiny_target
-from support.training_runs import StopAfter, assert_same_weights, chats, history, new_draft, trainer_for, weights
+from support.chats import tiny_target
+from support.training_runs import StopAfter, assert_same_weights, history, new_draft, trainer_for, weights
 
 
 # peft asks transformers for this alias; nothing of ours does.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return chat_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer):
-    torch.manual_seed(0)
-    return tiny_target(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def rows(tokenizer) -> Dataset:
-    return prepare_dataset(chats(), tokenizer, max_length=None)
 
 
 @pytest.fixture(scope="module")

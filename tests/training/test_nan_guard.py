@@ -2,31 +2,12 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import TrainerCallback
 
 from eagle3_hf.training.callbacks import NanGuard
 from eagle3_hf.training.callbacks.nan_guard import samples_of
-from eagle3_hf.training.data.encoding import prepare_dataset
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
-from support.chats import chat_tokenizer, tiny_target
-from support.training_runs import chats, history, new_draft, trainer_for, weights
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return chat_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer):
-    torch.manual_seed(0)
-    return tiny_target(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def rows(tokenizer) -> Dataset:
-    return prepare_dataset(chats(), tokenizer, max_length=None)
+from support.training_runs import history, new_draft, trainer_for, weights
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from datasets import Dataset
 from eagle3_hf.training.data.encoding import prepare_dataset
 from eagle3_hf.training.datagen.local_writer import TargetWriter, WritingSettings
 from eagle3_hf.training.datagen.regeneration import Regeneration, about_texts, script_of
-from support.chats import chat_tokenizer, tiny_target
+from support.chats import tiny_target
 
 
 END = 4
@@ -29,11 +29,6 @@ PROMPTS = [
     {"messages": [{"role": "system", "content": "Be brief."}, *turns("Hello", "old")]},
     {"messages": turns("The sea is wide, the sea is deep.", "old")},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return chat_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -1,35 +1,18 @@
 """Resuming after a kill at any moment: torn checkpoints are told from whole ones, and the run ends as if unbroken."""
 
+import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
-from datasets import Dataset
 from transformers.utils import logging as transformers_logging
 
-from eagle3_hf.training.data.encoding import prepare_dataset
 from eagle3_hf.training.resume import last_whole_checkpoint, tear
-from support.chats import chat_tokenizer, tiny_target
-from support.training_runs import assert_same_weights, chats, history, trainer_for, weights
+from support.processes import run_python
+from support.training_runs import assert_same_weights, history, trainer_for, weights
 
 
 OPTIONS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
-
-
-@pytest.fixture(scope="module")
-def target():
-    torch.manual_seed(0)
-    return tiny_target(chat_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def rows() -> Dataset:
-    return prepare_dataset(chats(), chat_tokenizer(), max_length=None)
 
 
 @pytest.fixture(scope="module")
@@ -97,19 +80,18 @@ def test_steps_are_compared_as_numbers(run, tmp_path):
 
 
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 import torch
 from support.chats import chat_tokenizer, tiny_target
-from training.test_resume import OPTIONS
 from support.training_runs import chats, trainer_for
 from eagle3_hf.training.data.encoding import prepare_dataset
 
-where, write = sys.argv[2], int(sys.argv[3])
+where, write, options = sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 torch.manual_seed(0)
 target = tiny_target(chat_tokenizer())
 rows = prepare_dataset(chats(), chat_tokenizer(), max_length=None)
-trainer = trainer_for(target, rows, Path(sys.argv[1]), **OPTIONS)
+trainer = trainer_for(target, rows, Path(sys.argv[1]), **options)
 calls = 0
 
 
@@ -184,15 +166,7 @@ def test_killed_and_resumed_equals_uninterrupted(target, rows, run, tmp_path, wh
     """A real process, killed by a real signal; the resumed run takes the last whole checkpoint and ends the same."""
     script = tmp_path / "train.py"
     script.write_text(KILLED)
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), where, str(write)],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = run_python([script, tmp_path, where, write, json.dumps(OPTIONS)])
     assert result.returncode == -9, result.stderr[-3000:]
     assert last_whole_checkpoint(tmp_path / "out") == str(tmp_path / "out" / f"checkpoint-{resumes_at}")
     torn = where.startswith("in")

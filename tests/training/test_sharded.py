@@ -9,10 +9,9 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
-from eagle3_hf.training.data.encoding import prepare_dataset
 from support.chats import chat_tokenizer, tiny_target
 from support.processes import run_in_two
-from support.training_runs import chats, new_draft, trainer_for
+from support.training_runs import batches, new_draft, steps
 
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -25,8 +24,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from support.chats import chat_tokenizer, tiny_target
 from eagle3_hf.training.callbacks.nan_guard import local_gradients
-from training.test_sharded import batches, steps
-from support.training_runs import new_draft
+from support.training_runs import batches, new_draft, steps
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -52,31 +50,6 @@ dist.barrier()
 dist.destroy_process_group()
 os._exit(0)
 """
-
-
-def batches(target, path: Path, rank: int, world_size: int):
-    """A trainer (for its teacher), this process's rows as a batch, and the supervised tokens of all processes."""
-    tokenizer = chat_tokenizer()
-    rows = prepare_dataset(chats(), tokenizer, max_length=None)
-    trainer = trainer_for(target, rows, path, tokenizer)
-    everything = [rows[i] for i in range(8)]
-    count = int((trainer.data_collator(everything)["labels"] != -100).sum())
-    return trainer, trainer.data_collator(everything[rank::world_size]), count
-
-
-def steps(draft, trainer, data, count: int, world_size: int) -> dict:
-    """Two optimizer steps; gradients are averaged over processes, so the loss is scaled as Trainer does."""
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    norms = []
-    for _ in range(2):
-        inputs = trainer.draft_inputs(data)
-        loss = draft(**inputs, num_items_in_batch=count).loss * world_size
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), 0.5)
-        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"norms": norms}
 
 
 @pytest.mark.slow

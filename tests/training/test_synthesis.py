@@ -15,11 +15,6 @@ END = 4
 SETTINGS = {"batch_size": 4, "max_new_tokens": 12, "max_user_tokens": 8, "progress": False}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return chat_tokenizer()
-
-
 def target_that_ends(tokenizer, chance_up):
     """A random target whose end of turn is made likelier by an addition to its logit."""
     torch.manual_seed(0)

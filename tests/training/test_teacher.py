@@ -18,7 +18,7 @@ from eagle3_hf.training.targets.teacher import Teacher, document_batches
 from eagle3_hf.ttt.loss import IGNORE_INDEX
 from support.families import FAMILIES as WELL_TESTED
 from support.families import prompt, tiny
-from support.more_families import IS_OLD, OTHERS, tiny_or_skip, tiny_other
+from support.families.others import IS_OLD, OTHERS, tiny_or_skip, tiny_other
 
 
 PEFT = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own call

@@ -5,31 +5,13 @@ import json
 import pytest
 import torch
 from accelerate import cpu_offload
-from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard
 from transformers import TrainerCallback
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.training.callbacks import MeasureTau, prompt_ids, sample_prompts
-from eagle3_hf.training.data.encoding import prepare_dataset
-from support.chats import chat_tokenizer, tiny_target
+from support.chats import tiny_target
 from support.training_runs import assert_same_weights, chats, history, new_draft, trainer_for, weights
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return chat_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer):
-    torch.manual_seed(0)
-    return tiny_target(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def rows(tokenizer) -> Dataset:
-    return prepare_dataset(chats(), tokenizer, max_length=None)
 
 
 def measuring(tokenizer) -> MeasureTau:

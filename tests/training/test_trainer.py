@@ -12,7 +12,7 @@ from transformers import HfArgumentParser, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
-from eagle3_hf.training.data.encoding import count_tokens, prepare_dataset, special_token_ids
+from eagle3_hf.training.data.encoding import count_tokens, special_token_ids
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
 from eagle3_hf.ttt.loss import IGNORE_INDEX
 from eagle3_hf.ttt.settings import TTTSettings
@@ -30,22 +30,6 @@ from support.training_runs import (
     trainer_for,
     weights,
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return chat_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer):
-    torch.manual_seed(0)
-    return tiny_target(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def rows(tokenizer) -> Dataset:
-    return prepare_dataset(chats(), tokenizer, max_length=None)
 
 
 @pytest.fixture(scope="module")

@@ -11,26 +11,9 @@ from transformers import DataCollatorForSeq2Seq, EarlyStoppingCallback, TrainerC
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from eagle3_hf.training.arguments import learning_rate_for
-from eagle3_hf.training.data.encoding import prepare_dataset
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
-from support.chats import chat_tokenizer, tiny_target
+from support.chats import chat_tokenizer
 from support.training_runs import arguments, assert_same_weights, chats, history, new_draft, trainer_for, weights
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return chat_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer):
-    torch.manual_seed(0)
-    return tiny_target(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def rows(tokenizer) -> Dataset:
-    return prepare_dataset(chats(), tokenizer, max_length=None)
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def test_counters_equal_a_recount(rounds):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((4, 3, 5), r"0 to 3 tokens.*got 4"), ((-1, 3, 0), "got -1"), ((1, 3, -2), "-2 tokens")],
+    [((4, 3, 5), r"0 to 3 accepted tokens.*got 4"), ((-1, 3, 0), "got -1"), ((1, 3, -2), "got -2")],
 )
 def test_impossible_rounds_are_refused(arguments, message):
     stats = SpeculationStats()

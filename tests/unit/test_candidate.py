@@ -7,8 +7,7 @@ from transformers import GenerationMixin
 import eagle3_hf
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
 from eagle3_hf.decoding import loop, patching
-from eagle3_hf.decoding.draft.candidate import tree_settings
-from eagle3_hf.decoding.draft.growth import TreeSettings
+from eagle3_hf.model.tree_settings import TreeSettings, tree_settings
 from support.drafts import draft_of, new_draft, observe, set_tree, target_of
 from support.families import prompt
 
@@ -23,8 +22,8 @@ class Watching(Eagle3Candidate):
         super().__init__(*args, **kwargs)
         self.rounds = []
 
-    def draft_tree(self, features, tokens, max_depth=None):
-        tree = super().draft_tree(features, tokens, max_depth)
+    def draft_tree(self, inputs=None, max_depth=None):
+        tree = super().draft_tree(inputs, max_depth)
         self.rounds.append((self._cache.length, self._last[0, 0], tree.host()[0].tokens))
         return tree
 

@@ -1,8 +1,5 @@
 """`Noise` against `torch.multinomial` itself: equal ids, equal generator state, whatever happens in between."""
 
-import threading
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +7,19 @@ from hypothesis import strategies as st
 
 from eagle3_hf.decoding import coupling as noise_module
 from eagle3_hf.decoding.coupling import Noise
+from support.threads import another_thread
+
+
+def choose(noise: Noise, probs: torch.Tensor) -> torch.Tensor:
+    """What `torch.multinomial(probs, 1)` would return now; the generator moves as it would."""
+    assert noise.fits(probs)
+    winners, valid = noise.race(probs, noise.peek(0))
+    if not valid:
+        return torch.multinomial(probs, 1).squeeze(-1)
+    if not noise.claim():
+        winners, _ = noise.race(probs, noise.peek(0))
+    noise.advance()
+    return winners
 
 
 # What a user's callback or processor may draw between two steps. `randn` of one keeps a spare normal in the state.
@@ -22,21 +32,6 @@ FOREIGN = {
     "reseed": lambda: torch.manual_seed(11),
 }
 STEP = st.tuples(st.sampled_from(["nothing"] * 4 + sorted(FOREIGN)), st.integers(-1, 3), st.integers(-1, 3))
-
-
-@contextmanager
-def another_thread(is_there=True):
-    """Beside a thread that might draw, but does not."""
-    leave = threading.Event()
-    thread = threading.Thread(target=leave.wait)
-    if is_there:
-        thread.start()
-    try:
-        yield
-    finally:
-        leave.set()
-        if is_there:
-            thread.join()
 
 
 def random_probs(rows, vocab_size, steps, seed, temperature, dtype):
@@ -65,7 +60,7 @@ def with_look_ahead(seed, probs, script):
         FOREIGN[foreign]()
         if after >= 0:
             noise.peek(after)
-        ids.append(noise.choose(step).tolist())
+        ids.append(choose(noise, step).tolist())
     return ids, torch.get_rng_state()
 
 
@@ -117,10 +112,10 @@ def test_peek_is_what_the_step_uses_and_moves_nothing():
     assert noise.peek(2) is third
 
     probs = random_probs(2, 30, 3, 1, 1.0, torch.float32)
-    assert torch.equal(noise.choose(probs[0]), (probs[0] / first).argmax(-1))
+    assert torch.equal(choose(noise, probs[0]), (probs[0] / first).argmax(-1))
     assert noise.peek(1) is third
-    noise.choose(probs[1])
-    assert torch.equal(noise.choose(probs[2]), (probs[2] / third).argmax(-1))
+    choose(noise, probs[1])
+    assert torch.equal(choose(noise, probs[2]), (probs[2] / third).argmax(-1))
 
 
 def test_peek_after_a_foreign_draw_continues_from_there():
@@ -157,13 +152,13 @@ def test_what_multinomial_refuses(kind, bad_row, peek):
     if peek:
         noise.peek(1)
     with pytest.raises(RuntimeError) as raised:
-        noise.choose(probs)
+        choose(noise, probs)
     assert str(raised.value) == str(expected.value)
     assert torch.equal(torch.get_rng_state(), expected_state)
 
     # And it is of use afterwards.
     good = torch.full((2, 3), 1 / 3)
-    ids = noise.choose(good)
+    ids = choose(noise, good)
     torch.set_rng_state(expected_state)
     assert torch.equal(ids, torch.multinomial(good, 1).squeeze(-1))
 
@@ -173,7 +168,7 @@ def test_what_multinomial_refuses(kind, bad_row, peek):
 )
 def test_other_probabilities_are_refused(probs, found):
     with pytest.raises(ValueError, match=rf"\(1, 3\) in torch.float32, got .*{found}"):
-        Noise(1, 3, "cpu").choose(probs)
+        choose(Noise(1, 3, "cpu"), probs)
 
 
 # ----- several that draw from one generator --------------------------------------------------------------------------
@@ -246,7 +241,7 @@ def test_somebody_draws_between_the_look_and_the_use(is_threaded, monkeypatch):
 
     noise.race = interrupted
     with another_thread(is_threaded):
-        chosen = int(noise.choose(torch.full((1, 500), 1 / 500)))
+        chosen = int(choose(noise, torch.full((1, 500), 1 / 500)))
     torch.manual_seed(0)
     drawn = [int(torch.empty(1, 500).exponential_().argmin()) for _ in range(3)]
     assert theirs == drawn[:1]
@@ -277,5 +272,5 @@ def test_cuda_generator(dtype):
     torch.cuda.manual_seed(4)
     noise = Noise(2, 5000, "cuda", dtype)
     noise.peek(3)
-    assert [noise.choose(step).tolist() for step in probs] == expected
+    assert [choose(noise, step).tolist() for step in probs] == expected
     assert torch.equal(torch.cuda.get_rng_state(), state)

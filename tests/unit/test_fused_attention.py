@@ -228,7 +228,7 @@ def broken(error=None, factor=1.0):
     [
         (broken(RuntimeError("no kernel image")), "no kernel image"),
         (broken(NotImplementedError("not on this device")), "not on this device"),
-        (broken(factor=0.5), "numbers are"),
+        (broken(factor=0.5), "results are"),
     ],
     ids=["fails", "unknown", "wrong"],
 )

@@ -11,10 +11,13 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
 from eagle3_hf.decoding import loop
 from eagle3_hf.decoding.coupling import Noise
-from eagle3_hf.decoding.draft.growth import NoiseRanking, TreeSettings, greedy_ranking
+from eagle3_hf.decoding.draft.growth import CoupledRanking, greedy_ranking
+from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.model.tree_settings import TreeSettings
 from support.drafts import ForetellingDraft, draft_of, half_vocabulary, new_draft, set_tree, target_of
 from support.families import prompt
+from support.trees import assert_valid
 
 
 TREES = [(59, 8, 10), (15, 4, 4), (6, 3, 5), (4, 4, 1), (1, 1, 1), (3, 8, 2), (500, 2, 3), (60, 1, 40)]
@@ -114,7 +117,7 @@ def paths_of(tree) -> list[tuple[tuple[int, ...], float]]:
 
 
 def assert_same_tree(tree, expected) -> None:
-    tree.validate()
+    assert_valid(tree)
     found = paths_of(tree)
     assert [path for path, _ in found] == [path for path, _ in expected]
     torch.testing.assert_close(
@@ -127,7 +130,7 @@ def assert_same_tree(tree, expected) -> None:
 
 def grow(draft, ids: torch.Tensor, settings, **kwargs):
     candidate = Eagle3Candidate(target_of("llama"), draft, TreeSettings(*settings), **kwargs)
-    return candidate, candidate.draft_tree(features_of(ids[:, :-1], draft), ids[:, 1:])
+    return candidate, candidate.draft_tree(DraftInputs(features_of(ids[:, :-1], draft), ids[:, 1:]))
 
 
 @pytest.mark.parametrize("settings", TREES, ids=str)
@@ -178,7 +181,7 @@ def test_the_noise_ranks_the_tree(warpers, settings):
 
 def test_without_the_noise_the_warped_probabilities_rank():
     draft, ids = variant("half vocabulary"), prompt(9, 1)
-    _, tree = grow(draft, ids, (15, 4, 4), noise=Noise(1, 320, "cpu"), warpers=list(WARPERS), use_noise=False)
+    _, tree = grow(draft, ids, (15, 4, 4), noise=Noise(1, 320, "cpu"), warpers=list(WARPERS), coupled=False)
     expected = slow_tree(draft, ids, lambda logits, level: WARPERS(None, logits[None])[0].log_softmax(-1), (15, 4, 4))
     assert_same_tree(tree.trimmed(), [node for node in expected if node[1] > -torch.inf])
 
@@ -196,10 +199,10 @@ def test_increments_are_never_positive_and_parents_are_kept(seed, scale, sampled
     torch.manual_seed(seed)
     noise = Noise(1, 320, "cpu") if sampled else None
     _, tree = grow(draft, ids, (15, 4, 4), noise=noise)
-    tree.validate()
+    assert_valid(tree)
     parents = tree.parents[0, 1:]
     assert bool((tree.scores[0, 1:] <= tree.scores[0, parents]).all())
-    ranking = greedy_ranking if noise is None else NoiseRanking(noise, draft.draft_vocab_ids(), [])
+    ranking = greedy_ranking if noise is None else CoupledRanking(noise, draft.draft_vocab_ids(), [])
     increments, log_probs = ranking(scale * torch.randn(1, 3, 160), 0)
     assert increments.dtype == log_probs.dtype == torch.float32
     assert increments.max() <= 0
@@ -234,7 +237,7 @@ def test_known_noise_foretells_what_a_good_head_would_miss():
     draft.__class__ = KnowsTheTarget
     texts, accepted = [], {}
     for known in (True, False):
-        draft.generation_config.assistant_known_noise = known
+        draft.generation_config.assistant_coupled_sampling = known
         torch.manual_seed(0)
         vanilla = target.generate(
             prompt(8), do_sample=True, top_k=0, max_new_tokens=40, return_dict_in_generate=True, output_logits=True
@@ -265,7 +268,7 @@ def test_more_children_than_the_draft_has_words():
     target = target_of("llama")
     draft = Eagle3DraftModel.from_target(target, draft_vocab=[5, 9, 200]).eval()
     _, tree = grow(draft, prompt(5), (59, 3, 10))
-    tree.trimmed().validate()
+    assert_valid(tree.trimmed())
     assert len(tree.host()[0].tokens) - 1 == 3 + 9 + 9
 
 
@@ -273,7 +276,7 @@ def test_depth_left_decides():
     draft, ids = draft_of("llama"), prompt(6)
     for depth, deepest in ((0, 0), (1, 1), (2, 2), (50, 4)):
         candidate = Eagle3Candidate(target_of("llama"), draft.foretell([]), TreeSettings(4, 4, 1))
-        tree = candidate.draft_tree(features_of(ids[:, :-1], draft), ids[:, 1:], max_depth=depth)
+        tree = candidate.draft_tree(DraftInputs(features_of(ids[:, :-1], draft), ids[:, 1:]), max_depth=depth)
         assert tree.max_depth == deepest
 
 
@@ -296,7 +299,7 @@ def test_rows_fed_in_pieces_with_trees_between(name, cuts):
     whole, expected = grow(draft, ids, (15, 4, 4))
     pieces = Eagle3Candidate(target_of("llama"), draft, TreeSettings(15, 4, 4))
     for start, end in zip([0, *cuts], [*cuts, 11], strict=True):
-        tree = pieces.draft_tree(features[:, start:end], ids[:, start + 1 : end + 1])
+        tree = pieces.draft_tree(DraftInputs(features[:, start:end], ids[:, start + 1 : end + 1]))
     assert pieces._cache.length == 11
     for mine, theirs in zip(cached(pieces), cached(whole), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
@@ -314,9 +317,9 @@ def test_each_round_starts_from_the_true_features_of_the_whole_text(family, tree
     rows = []
 
     class Watching(Eagle3Candidate):
-        def extend(self, features, tokens, positions=None, valid=None):
-            super().extend(features, tokens, positions, valid)
-            rows.append((self._cache.length, self._last, tokens))
+        def extend(self, inputs):
+            super().extend(inputs)
+            rows.append((self._cache.length, self._last, inputs.tokens))
 
     monkeypatch.setattr(loop, "Eagle3Candidate", Watching)
     target.generate(ids, max_new_tokens=30, assistant_model=draft.foretell(text[0, 9:]))

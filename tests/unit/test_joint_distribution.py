@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 
+from support.chi_square import p_value
 from support.drafts import new_draft, set_tree
 from support.families import prompt, tiny
 
@@ -44,25 +45,12 @@ def exact(target, ids: torch.Tensor, settings: dict) -> torch.Tensor:
     return probabilities
 
 
-def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Of Pearson's statistic; texts expected less than five times count together."""
-    expected = probabilities * counts.sum()
-    assert not counts[expected == 0].any(), "a text that cannot be"
-    rare = expected < 5
-    observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    kept = expected > 0
-    statistic = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
-    freedom = torch.tensor((int(kept.sum()) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
-
-
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("known_noise", [True, False], ids=["known noise", "unknown noise"])
-def test_texts_are_as_frequent_as_they_should_be(target, name, known_noise):
+@pytest.mark.parametrize("coupled_sampling", [True, False], ids=["coupled sampling", "unknown noise"])
+def test_texts_are_as_frequent_as_they_should_be(target, name, coupled_sampling):
     settings, ids = SETTINGS[name], prompt(4, vocab_size=WORDS)
     draft = set_tree(new_draft(target, half=False), (6, 3, 2)).foretell([])
-    draft.generation_config.assistant_known_noise = known_noise
+    draft.generation_config.assistant_coupled_sampling = coupled_sampling
     counts = torch.zeros(WORDS**LENGTH, dtype=torch.float64)
     place = torch.tensor([WORDS**power for power in reversed(range(LENGTH))])
     torch.manual_seed(0)

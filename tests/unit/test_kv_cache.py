@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from eagle3_hf.decoding.target import kv_cache as tree_cache
 from eagle3_hf.decoding.target import tree_attention
-from eagle3_hf.decoding.target.kv_cache import finish, keep_path, prepare, supported
+from eagle3_hf.decoding.target.kv_cache import finish, keep_paths, prepare, supported
 from eagle3_hf.decoding.tree import DraftTree
 from support.families import WINDOW, prompt, tiny
 
@@ -43,6 +43,12 @@ def fill(cache, start, count):
         cache.update(states(start, count), states(start, count) + 1000, layer)
 
 
+def keep_path(cache, past_length, nodes, num_nodes):
+    """`keep_paths` for sequences that all keep the same nodes."""
+    end = past_length + len(nodes)
+    keep_paths(cache, [past_length], [nodes], num_nodes, [end], end)
+
+
 def layers_of(kind):
     return [kind(), kind()]
 
@@ -61,21 +67,10 @@ def dynamic_cache(kind):
 PATHS = [[0], [0, 1, 2], [0, 2], [0, 1, 4], [0, 3, 5, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
 
 
-def choose_recording(way, monkeypatch):
-    """How a window is kept from evicting: by transformers, or by us as for versions that cannot."""
-    if way == "before 5.14" and hasattr(DynamicSlidingWindowLayer, "activate_past_recording"):
-        monkeypatch.delattr(DynamicSlidingWindowLayer, "activate_past_recording")
-
-
-@pytest.fixture(params=["as installed", "before 5.14"])
-def recording(request, monkeypatch):
-    choose_recording(request.param, monkeypatch)
-
-
 @pytest.mark.parametrize("nodes", PATHS)
 @pytest.mark.parametrize("past", [1, 3, 9])
 @pytest.mark.parametrize("kind", [DynamicLayer, window_layer])
-def test_what_stays(kind, past, nodes, recording):
+def test_what_stays(kind, past, nodes):
     cache, plain = dynamic_cache(kind), dynamic_cache(kind)
     fill(cache, 0, past)
     fill(plain, 0, past)
@@ -155,7 +150,7 @@ def test_a_layer_that_never_ran_is_left_alone():
 
 
 @pytest.mark.parametrize("kind", [DynamicLayer, window_layer])
-def test_wrong_lengths_name_both_numbers(kind, recording):
+def test_wrong_lengths_name_both_numbers(kind):
     cache = dynamic_cache(kind)
     fill(cache, 0, 9)
     prepare(cache)
@@ -164,7 +159,7 @@ def test_wrong_lengths_name_both_numbers(kind, recording):
         keep_path(cache, 9, [0], 5)
 
 
-def test_finish_after_a_round_that_was_cut_short(recording):
+def test_finish_after_a_round_that_was_cut_short():
     """Interrupted between forward and `keep_path`: the cache is long, but evicts again."""
     cache = dynamic_cache(window_layer)
     fill(cache, 0, 9)
@@ -249,14 +244,9 @@ LEAVES = [8, 4, 0, 9]
 
 @torch.no_grad()
 @pytest.mark.parametrize("past", [WINDOW - 7, 30])
-@pytest.mark.parametrize(
-    ("family", "way"),
-    [("llama", "as installed"), ("mistral_sw", "before 5.14"), ("mistral_sw", "as installed")]
-    + [(family, "as installed") for family in ("gemma2", "gemma3", "gpt_oss")],
-)
-def test_rounds_of_trees_equal_plain_decoding(family, way, past, tree_masks, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma2", "gemma3", "gpt_oss"])
+def test_rounds_of_trees_equal_plain_decoding(family, past, tree_masks):
     """Rounds that keep one path each; the windows fill up on the way, or were full before."""
-    choose_recording(way, monkeypatch)
     model, ids = tiny(family, num_hidden_layers=3), prompt(past)
     cache = DynamicCache(config=model.config)
     model(ids, **{CACHE_KEY: cache})

@@ -127,7 +127,7 @@ def test_weights_of_the_steps(settings, weights):
 
 
 def test_too_few_teacher_rows_are_refused():
-    with pytest.raises(ValueError, match="2 supervised pairs, but teacher logits for 3"):
+    with pytest.raises(ValueError, match="expected teacher logits for 2 supervised pairs, got 3"):
         Supervision.build(torch.tensor([[True, False, True]]), torch.randn(3, 4), torch.ones(3, dtype=torch.bool))
 
 
@@ -209,7 +209,7 @@ def test_feature_regression_is_added_for_every_pair():
         regression.append(nn.functional.smooth_l1_loss(logits[i] / size, wanted / size))
     torch.testing.assert_close(loss.loss_sum - without.loss_sum, 0.5 * sum(regression))
     assert float(plain.loss_sum) > 0
-    with pytest.raises(ValueError, match="needs the target's features one ahead: pass teacher_features"):
+    with pytest.raises(ValueError, match="needs the target's features one position ahead: pass teacher_features"):
         loss_of_logits(logits, supervision_by(teacher), feature_loss_weight=0.5)
 
 
@@ -386,12 +386,12 @@ def test_pairs_of_some_rows_only():
 def test_sampled_rows(share, count, num_steps):
     answers = [[(3, 5), (9, 13)], [(5, 6)]]
     supervision = supervision_of(torch.cat([labels_of(14, spans) for spans in answers]))
-    rows = supervision.sample_rows(share, num_steps)
+    rows = supervision.sample_positions(share, num_steps)
     assert rows.shape == (2, count)
     assert (rows[:, 1:] > rows[:, :-1]).all()  # ascending and distinct
     assert (rows >= 0).all()
     assert (rows < 14).all()
-    weights = supervision.row_weights(count, num_steps)
+    weights = supervision.sample_weights(count, num_steps)
     for b, spans in enumerate(answers):
         useful = {
             u - step for a, end in spans for u in range(a - 1, end - 1) for step in range(1, num_steps) if u >= step
@@ -402,7 +402,7 @@ def test_sampled_rows(share, count, num_steps):
 
 def test_sampled_rows_differ_from_draw_to_draw():
     supervision = supervision_of(labels_of(64, [(3, 63)]))
-    draws = {tuple(supervision.sample_rows(0.3)[0].tolist()) for _ in range(5)}
+    draws = {tuple(supervision.sample_positions(0.3)[0].tolist()) for _ in range(5)}
     assert len(draws) == 5
 
 
@@ -462,7 +462,7 @@ def test_sampled_rows_of_packed_documents_are_those_that_learn_something():
     every = torch.arange(labels.shape[1])[None]
     useful = {row for step in range(1, 4) for row in supervision.pairs(every, step)[1].tolist()}
     assert supervision.taught_later(4)[0].nonzero()[:, 0].tolist() == sorted(useful)
-    rows = supervision.sample_rows(len(useful) / labels.shape[1], 4)
+    rows = supervision.sample_positions(len(useful) / labels.shape[1], 4)
     assert set(rows[0].tolist()) == useful
 
 
@@ -483,7 +483,7 @@ def test_sampled_rows_of_packed_documents_are_those_that_learn_something():
         ("loss_type", "mse", "loss_type must be one of soft_cross_entropy, kl, acceptance, got 'mse'"),
         ("attention", "flash", "attention must be one of fused, eager, got 'flash'"),
         ("feature_loss_weight", -1.0, "feature_loss_weight must be 0 or more, got -1.0"),
-        ("loss_chunk", 0, "loss_chunk must be at least 1 position, or None for all at once, got 0"),
+        ("loss_chunk", 0, "loss_chunk must be at least 1, or None for all positions at once, got 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused_by_name(field, value, message):

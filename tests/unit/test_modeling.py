@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, model
 from transformers.utils import hub
 
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel
+from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.attention import CachedAttention, DraftCache
 from eagle3_hf.model.features import FeatureReader
 from eagle3_hf.ttt.attention import TTTAttention
@@ -115,7 +116,7 @@ def test_cached_rows_equal_one_causal_pass(target, overrides, implementation):
     candidate, start = Eagle3Candidate(target, draft), 0
     for size in (5, 1, 1, 4, 2):  # the last row has no next token
         rows = slice(start, start + size)
-        candidate.extend(features[:, rows], ids[:, start + 1 : start + size + 1])
+        candidate.extend(DraftInputs(features[:, rows], ids[:, start + 1 : start + size + 1]))
         start += size
         torch.testing.assert_close(candidate._last[:, 0], whole.hidden_states[:, start - 1], **CLOSE)
     logits = draft.compute_logits(candidate._last[:, 0])
@@ -339,7 +340,7 @@ def test_sampled_rows_have_exactly_their_own_logits(target, overrides, monkeypat
     everything = list(recorded)
     recorded.clear()
     rows = torch.tensor([[1, 4, 5, 9, 11], [0, 2, 3, 4, 10]])
-    monkeypatch.setattr(Supervision, "sample_rows", lambda *args: rows)
+    monkeypatch.setattr(Supervision, "sample_positions", lambda *args: rows)
     sampled = draft.training_time_test(ids, features, supervision, TTTSettings(num_steps=4, position_share=0.4))
     assert torch.equal(recorded[0], everything[0])
     for step in range(1, 4):
@@ -366,8 +367,8 @@ def test_weighted_sample_expects_every_pair_once(share):
     supervision, steps, draws = supervision_at([[(3, 28)], [(5, 6), (20, 24)], [(0, 0)], []], 30), 4, 1500
     totals = [torch.zeros(len(supervision.teacher)) for _ in range(steps)]
     for _ in range(draws):
-        rows = supervision.sample_rows(share, steps)
-        weights = supervision.row_weights(rows.shape[1], steps)
+        rows = supervision.sample_positions(share, steps)
+        weights = supervision.sample_weights(rows.shape[1], steps)
         for step in range(1, steps):
             batch, _, entries = supervision.pairs(rows, step)
             totals[step].index_add_(0, entries, weights[batch])
@@ -408,7 +409,7 @@ def test_sampled_loss_has_the_expectation_of_the_whole(target):
 @torch.no_grad()
 def test_the_whole_share_samples_nothing(target, monkeypatch):
     draft, ids = head_for(target), prompt(8)
-    monkeypatch.setattr(Supervision, "sample_rows", None)  # would raise when called
+    monkeypatch.setattr(Supervision, "sample_positions", None)  # would raise when called
     features = features_of(target, draft, ids)
     draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), TTTSettings(num_steps=3))
 
@@ -428,10 +429,10 @@ def test_cache_after_the_rounds_equals_one_made_from_scratch(family, sampled, mo
     candidates, fed = [], []
     extend = Eagle3Candidate.extend
 
-    def recording(candidate, features, tokens, *args):
+    def recording(candidate, inputs):
         candidates.append(candidate)
-        fed.append(tokens)
-        extend(candidate, features, tokens, *args)
+        fed.append(inputs.tokens)
+        extend(candidate, inputs)
 
     monkeypatch.setattr(Eagle3Candidate, "extend", recording)
     torch.manual_seed(3)
@@ -442,7 +443,7 @@ def test_cache_after_the_rounds_equals_one_made_from_scratch(family, sampled, mo
     assert torch.equal(torch.cat(fed, dim=1), text[:, 1 : rows + 1])
     assert cache.length == rows
     scratch = Eagle3Candidate(target, draft)
-    scratch.extend(features_of(target, draft, text)[:, :rows], text[:, 1 : rows + 1])
+    scratch.extend(DraftInputs(features_of(target, draft, text)[:, :rows], text[:, 1 : rows + 1]))
     for mine, fresh in zip(cache._buffers, scratch._cache._buffers, strict=True):
         for kept, expected in zip(mine, fresh, strict=True):
             torch.testing.assert_close(kept[:, :, :rows], expected[:, :, :rows], rtol=1e-4, atol=1e-4)

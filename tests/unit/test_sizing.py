@@ -8,13 +8,13 @@ from statistics import median
 import pytest
 
 from eagle3_hf import Eagle3DraftModel
-from eagle3_hf.decoding import loop, patching
-from eagle3_hf.decoding.draft import sizing
-from eagle3_hf.decoding.draft.growth import TreeSettings
+from eagle3_hf.decoding import dispatch, loop
+from eagle3_hf.decoding.draft import candidate, sizing
 from eagle3_hf.decoding.draft.sizing import Acceptance, Costs, TreeSizer, ranks_on_path, sizes_within
+from eagle3_hf.model.tree_settings import TreeSettings
 from support.drafts import MODES, SAMPLED, Recorder, compare, new_draft, padded, set_tree, target_of
 from support.families import prompt
-from support.more_families import tiny_or_skip
+from support.families.others import tiny_or_skip
 
 
 LIMITS = TreeSettings(59, 8, 10, at_most=True)
@@ -167,7 +167,7 @@ def test_larger_trees_are_tried_now_and_then():
 
 
 def test_drafting_is_switched_off_where_it_does_not_pay_and_tried_again_ever_more_rarely():
-    sizer = TreeSizer(LIMITS, rows=10)
+    sizer = TreeSizer(LIMITS, batch_size=10)
     chosen = decode(sizer, 1500, plain=1.0, node=1.2, level=0.1, share=0.5, rows=10)
     drafted = [place for place, size in enumerate(chosen) if size is not None]
     assert len(drafted) < 0.02 * len(chosen)
@@ -179,7 +179,7 @@ def test_drafting_is_switched_off_where_it_does_not_pay_and_tried_again_ever_mor
 def test_it_is_said_once_that_drafting_is_off(monkeypatch):
     said = []
     monkeypatch.setattr(sizing.logger, "info", said.append)
-    decode(TreeSizer(LIMITS, rows=10), 1500, plain=1.0, node=1.2, level=0.1, share=0.5, rows=10)
+    decode(TreeSizer(LIMITS, batch_size=10), 1500, plain=1.0, node=1.2, level=0.1, share=0.5, rows=10)
     assert len(said) == 1
     assert "drafting does not pay here" in said[0]
 
@@ -240,7 +240,7 @@ def test_a_call_that_decides_for_itself(lengths, mode, monkeypatch):
         target.register_forward_pre_hook(lambda module, args: seconds.append(seconds[-1] + 1.0)),
         draft.layers[0].register_forward_pre_hook(lambda module, args: seconds.append(seconds[-1] + 0.1)),
     ]
-    monkeypatch.setattr(patching, "SpeculativeDecoding", partial(loop.SpeculativeDecoding, clock=lambda: seconds[-1]))
+    monkeypatch.setattr(dispatch, "SpeculativeDecoding", partial(loop.SpeculativeDecoding, clock=lambda: seconds[-1]))
     try:
         for seed in range(2):
             compare(target, draft, padded(lengths), seed=seed, max_new_tokens=60, accepts=False, **mode)
@@ -295,7 +295,7 @@ def test_auto_is_saved_with_the_head(tmp_path):
 @pytest.mark.parametrize("lengths", [[7], [5, 14, 9]], ids=str)
 def test_features_do_not_pile_up_in_a_pause(lengths, mode, monkeypatch):
     """The draft is fed now and then, so that few tokens wait; drafting then goes on as if nothing had happened."""
-    monkeypatch.setattr(loop, "_MOST_UNFED", 8)
+    monkeypatch.setattr(candidate, "_MOST_PENDING", 8)
     waiting: list[int] = []
     rounds = iter(range(10**6))
 
@@ -303,11 +303,11 @@ def test_features_do_not_pile_up_in_a_pause(lengths, mode, monkeypatch):
         return None if 2 <= next(rounds) % 40 < 32 else TreeSettings(11, 3, 4)
 
     def count(self, *args, **kwargs):
-        waiting.append(sum(part.tokens.shape[1] for part in self._unfed))
+        waiting.append(sum(part.tokens.shape[1] for part in self._candidate._pending))
         return original(self, *args, **kwargs)
 
-    original = loop.SpeculativeDecoding._draft_trees
-    monkeypatch.setattr(loop.SpeculativeDecoding, "_draft_trees", count)
+    original = loop.SpeculativeDecoding._propose
+    monkeypatch.setattr(loop.SpeculativeDecoding, "_propose", count)
     monkeypatch.setattr(TreeSizer, "choose", pause_for_thirty_rounds)
     target, draft = auto(target_of("llama"))
     ours, _ = compare(target, draft, padded(lengths), max_new_tokens=60, **mode)

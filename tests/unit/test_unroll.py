@@ -135,7 +135,7 @@ def test_sampled_rows_of_packed_chats(target, attention, checkpoint, monkeypatch
     parts = chats(target, draft)
     batch = packed([parts[:3], parts[3:]], 33)
     rows = torch.stack([torch.randperm(33, generator=torch.Generator().manual_seed(s))[:12] for s in (1, 2)])
-    monkeypatch.setattr(Supervision, "sample_rows", lambda *args: rows.sort(1).values)
+    monkeypatch.setattr(Supervision, "sample_positions", lambda *args: rows.sort(1).values)
     settings = replace(PLAIN, position_share=12 / 33)
     plain, expected = run(draft, batch, settings)
     everything, _ = run(draft, batch, PLAIN)

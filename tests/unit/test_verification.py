@@ -3,12 +3,11 @@
 import json
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_hf.decoding.tree import HostTree
-from eagle3_hf.decoding.verification import Walk, greedy_choices
+from eagle3_hf.decoding.verification import Walk
 
 
 VOCABULARY = 4
@@ -149,15 +148,6 @@ def test_a_chain_of_known_tokens_is_taken_whole():
     walk.take_all(0)
     walk.run([1], lambda cursor: {1: 8}, lambda row: True)
     assert walk.paths == [[0, 1, 2], [0]]
-
-
-# ----- choices -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_choices(dtype):
-    logits = torch.tensor([[[0.0, 2.0, 2.0], [1.0, 0.0, -1.0]]], dtype=dtype)
-    assert greedy_choices(logits).tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace_small.json", "trace_chain.json"])

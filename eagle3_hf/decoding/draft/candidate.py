@@ -9,17 +9,20 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ...model.attention import CachedAttention, DraftCache
 from ...model.modeling_eagle3 import Eagle3DraftModel
 from ...model.offload import home_of
-from ...model.tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
+from ...model.tree_settings import TreeSettings, draft_window, tree_settings
 from ...utils.logging import get_logger
 from ..coupling import Noise
 from ..tree import DraftTree
-from .growth import NoiseRanking, Ranking, TreeGrower, TreeSettings, greedy_ranking
+from .growth import CoupledRanking, Ranking, TreeGrower, greedy_ranking
+from .inputs import DraftInputs
 
 
 logger = get_logger(__name__)
 
 _TRIAL_ROUNDS = 64
 _TRIAL_ACCEPTED = 0.1
+# Inputs of so many rounds wait while nothing is drafted: features of an 8B model take 24 kB a token.
+_MOST_PENDING = 256
 
 
 class Eagle3Candidate(CandidateGenerator):
@@ -34,9 +37,9 @@ class Eagle3Candidate(CandidateGenerator):
         settings: Tree size; what `tree_settings` finds when `None`.
         noise: The noise that sampling will use; `None` for greedy decoding.
         warpers: The call's prefix-free warpers, for the draft's probabilities when sampling.
-        start_position: Position of the first row that will be fed (> 0 when an older cache is continued).
+        start_position: Position of the first feature that will be fed (> 0 when an older cache is continued).
         pad_token_id: For padding nodes.
-        use_noise: See [`NoiseRanking`].
+        coupled: See [`CoupledRanking`].
     """
 
     requires_model_outputs = True
@@ -51,7 +54,7 @@ class Eagle3Candidate(CandidateGenerator):
         warpers: Sequence[Callable] = (),
         start_position: int = 0,
         pad_token_id: int = 0,
-        use_noise: bool = True,
+        coupled: bool = True,
     ):
         draft._require_vocabulary("drafting")
         draft.check_target(target)
@@ -60,49 +63,47 @@ class Eagle3Candidate(CandidateGenerator):
         self.settings = settings or tree_settings(draft, target)
         self._start = start_position
         self._cache = DraftCache(draft.config.num_hidden_layers, draft_window(draft))
-        self._last: torch.Tensor | None = None  # (B, 1, H) output at the last committed row
-        self._next: int | torch.Tensor = start_position  # position behind that row, (B, 1) where batch rows differ
+        self._pending: list[DraftInputs] = []  # committed, but not fed yet
+        self.num_fed = 0
+        self._last: torch.Tensor | None = None  # (B, 1, H) output at the last committed position
+        self._next: int | torch.Tensor = start_position  # the position behind it, (B, 1) where sequences differ
         self._borrowed = draft.borrow(target)
         self._ranking: Ranking = greedy_ranking
         if noise is not None:
-            self._ranking = NoiseRanking(noise, draft.draft_vocab_ids(), warpers, use_noise)
+            self._ranking = CoupledRanking(noise, draft.draft_vocab_ids(), warpers, coupled)
         self._grower = TreeGrower(draft, self._borrowed, self._ranking, pad_token_id)
 
-    @torch.no_grad()
-    def extend(
-        self,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        valid: torch.Tensor | None = None,
-        embeds: torch.Tensor | None = None,
-        embedded: torch.Tensor | None = None,
-    ) -> None:
-        """Feed newly committed rows.
+    def feed_later(self, inputs: DraftInputs) -> None:
+        """Keep newly committed positions until the next tree is drafted, or until they are many."""
+        self._pending.append(inputs)
+        if len(self._pending) > _MOST_PENDING:
+            self._feed_pending()
 
-        Args:
-            features: (B, n, A * Ht) target features of n consecutive tokens.
-            tokens: (B, n) the token *after* each of them; the last one is the root of the next tree.
-            positions: (B, n) where batch rows differ; else they follow the rows before.
-            valid: (B, n) bool, which of them exist where batch rows differ; with `positions`.
-            embeds: (B, n, H) what the target was given in place of some tokens, such as parts of an image.
-            embedded: (B, n) bool, of which ones; with `embeds`.
-        """
+    def _feed_pending(self) -> None:
+        inputs = DraftInputs.joined(self._pending)
+        self._pending.clear()
+        self.extend(inputs)
+
+    @torch.no_grad()
+    def extend(self, inputs: DraftInputs) -> None:
+        """Feed newly committed positions."""
         device = self._device
-        tokens = tokens.to(device)
-        # A row that overflowed must not spoil all that will attend to it: one bad guess, not the rest of the call.
-        hidden = self.draft.fuse(features.to(device)).nan_to_num()
-        visible = None
-        if positions is None or valid is None:
+        tokens = inputs.tokens.to(device)
+        # A position that overflowed must not spoil all that attend to it: one bad guess, not the rest of the call.
+        hidden = self.draft.fuse(inputs.features.to(device)).nan_to_num()
+        visible = valid = None
+        if inputs.positions is None or inputs.valid is None:
             first = self._start + self._cache.length
-            positions = torch.arange(first, first + tokens.shape[1], device=device).expand_as(tokens)
-            self._next = first + tokens.shape[1]
+            positions = torch.arange(first, first + inputs.count, device=device).expand_as(tokens)
+            self._next = first + inputs.count
         else:
-            positions, valid = positions.to(device), valid.to(device)
+            positions, valid = inputs.positions.to(device), inputs.valid.to(device)
             visible = self._visible(valid)
         attend = CachedAttention(self._cache, visible)
-        output = self.draft.run_layers(hidden, self._embed(tokens, embeds, embedded), positions, attend)
+        embeds = self._embed(tokens, inputs.embeds, inputs.embedded)
+        output = self.draft.run_layers(hidden, embeds, positions, attend)
         self._cache.commit()
+        self.num_fed = inputs.count
         if valid is None:
             self._last = output[:, -1:]
         else:
@@ -120,17 +121,17 @@ class Eagle3Candidate(CandidateGenerator):
         return torch.where(embedded[..., None], embeds.to(own.device, own.dtype), own)
 
     def _visible(self, valid: torch.Tensor) -> torch.Tensor:
-        """(B, 1, n, past + n): each new row sees the rows that exist before it, and itself so as to see something."""
-        rows, count = valid.shape
+        """(B, 1, n, past + n): a new position sees those that exist before it, and itself so as to see something."""
+        batch, count = valid.shape
         past = self._cache.valid
         if past is None:
-            past = valid.new_ones(rows, self._cache.length)
+            past = valid.new_ones(batch, self._cache.length)
         among = torch.ones(count, count, dtype=torch.bool, device=valid.device).tril()
         among = (among & valid[:, None]) | torch.eye(count, dtype=torch.bool, device=valid.device)
         return torch.cat([past[:, None].expand(-1, count, -1), among], dim=-1)[:, None]
 
     def _take_last(self, output: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> None:
-        """Each batch row's last existing row; where there is no new one, what was the last before."""
+        """Each sequence's last existing position; where there is no new one, what was the last before."""
         count = valid.shape[1]
         index = (valid * torch.arange(1, count + 1, device=valid.device)).amax(1, keepdim=True)
         at = (index - 1).clamp(min=0)
@@ -156,7 +157,7 @@ class Eagle3Candidate(CandidateGenerator):
     def _watch_length(self) -> None:
         """Warn once about a head that is used at positions it has not been trained at."""
         trained = self.draft.config.max_position_embeddings
-        # Holes of batch rows count in the first number, which only saves a wait for the device.
+        # Holes of shorter sequences count in the first number, which only saves a wait for the device.
         if (
             self.draft._warned_of_length
             or self._start + self._cache.length <= trained
@@ -172,39 +173,42 @@ class Eagle3Candidate(CandidateGenerator):
     def _furthest(self) -> int | torch.Tensor:
         return self._next.max() if isinstance(self._next, torch.Tensor) else self._next
 
-    def forget(self, row: int, position: int) -> None:
-        """One batch row takes back what it had from this position on; it must be fed before it drafts again."""
-        self._cache.forget(row, position)
-
-    def look_ahead(self, offsets: list[int]) -> None:
-        """How many sampling steps each batch row is ahead of the generator."""
-        if isinstance(self._ranking, NoiseRanking):
-            self._ranking.offsets = offsets
+    def rewind(self, index: int, position: int) -> None:
+        """One sequence takes back what it had from this position on; it must be fed before it drafts again."""
+        self._cache.forget(index, position)
+        for inputs in self._pending:
+            inputs.rewind(index, position)
 
     @torch.no_grad()
     def draft_tree(
         self,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
+        inputs: DraftInputs | None = None,
         max_depth: int | None = None,
-        positions: torch.Tensor | None = None,
-        valid: torch.Tensor | None = None,
+        settings: TreeSettings | None = None,
         roots: torch.Tensor | None = None,
-        embeds: torch.Tensor | None = None,
-        embedded: torch.Tensor | None = None,
+        leads: list[int] | None = None,
     ) -> DraftTree:
-        """Feed newly committed rows (see `extend`) and grow the tree below the last token.
+        """Feed newly committed positions, also those of `feed_later`, and grow the tree below the last token.
 
         Args:
+            inputs: More positions, behind those that wait.
             max_depth: Deepest level that could still be used; 0 gives the root alone.
-            roots: (B, 1) the last token of each batch row where these differ in length; else the last of `tokens`.
+            settings: The tree's size, where it is not this object's own.
+            roots: (B, 1) the last token of each sequence where these differ in length; else the last one fed.
+            leads: How many sampling steps each sequence is ahead of the generator; `None`: none.
         """
-        media = {} if embeds is None else {"embeds": embeds, "embedded": embedded}
-        self.extend(features, tokens, positions, valid, **media)
-        roots = tokens[:, -1:] if roots is None else roots
+        if inputs is not None:
+            self._pending.append(inputs)
+        if roots is None:
+            roots = self._pending[-1].tokens[:, -1:]
+        self._feed_pending()
         if max_depth is not None and max_depth < 1:
             return DraftTree.root_only(roots)
-        settings = self.settings.capped(max_depth or self.settings.depth)
+        if isinstance(self._ranking, CoupledRanking):
+            self._ranking.offsets = leads
+        settings = settings or self.settings
+        settings = settings.capped(max_depth or settings.depth)
+        assert self._last is not None  # something has been fed
         return self._grower.grow(self._last, roots.to(self._last.device), self._cache, self._next, settings)
 
     def get_candidates(  # type: ignore[override]
@@ -217,8 +221,9 @@ class Eagle3Candidate(CandidateGenerator):
         if is_first_iteration or model_outputs is None:
             return input_ids, None
         features = self._stock_features(model_outputs.hidden_states)
-        new_rows = features.shape[1] if self._last is None else int(n_last_matches) + 1
-        tree = self._chain().draft_tree(features[:, :new_rows], input_ids[:, -new_rows:])
+        new = features.shape[1] if self._last is None else int(n_last_matches) + 1
+        inputs = DraftInputs(features[:, :new], input_ids[:, -new:])
+        tree = self._chain().draft_tree(inputs)
         return torch.cat([input_ids, tree.tokens[:, 1:].to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
@@ -237,39 +242,3 @@ class Eagle3Candidate(CandidateGenerator):
                 "final norm: pass the draft as assistant_model= instead"
             )
         return torch.cat([hidden_states[i].to(hidden_states[ids[-1]].device) for i in ids], dim=-1)
-
-
-def draft_window(draft: Eagle3DraftModel) -> int | None:
-    """Rows that the draft looks back, by its generation config; `None` for all."""
-    window = getattr(draft.generation_config, "assistant_window", None)
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"assistant_window must be None or an int of at least 1, got {window!r}")
-    return window
-
-
-def tree_settings(
-    draft: Eagle3DraftModel, target: PreTrainedModel, num_assistant_tokens: int | str | None = None
-) -> TreeSettings:
-    """The draft's own settings, with a call's number of nodes instead of its own when given.
-
-    Where neither sets anything, the size is chosen by the target's device; where only some fields are set, the paper's
-    tree has the others. `"auto"` for the number of nodes makes the settings the limits of what `sizing` chooses.
-    """
-    given = given_tree(draft.generation_config)
-    if num_assistant_tokens is not None:
-        given["num_assistant_tokens"] = num_assistant_tokens
-    at_most = given.get("num_assistant_tokens") == "auto"
-    tree = {**PAPER_TREE, **given} if given else _default_tree(target)
-    num_nodes = PAPER_TREE["num_assistant_tokens"] if at_most else tree["num_assistant_tokens"]
-    return TreeSettings(num_nodes, tree["assistant_tree_depth"], tree["assistant_tree_top_k"], at_most)
-
-
-def _default_tree(target: PreTrainedModel) -> dict[str, int]:
-    """By where the target's weights are; offloaded ones are nowhere, and dear enough to fetch for a large tree."""
-    on_cpu = all(parameter.device.type == "cpu" for parameter in target.parameters())
-    tree, where = (CPU_TREE, "its target is on a CPU") if on_cpu else (PAPER_TREE, "its target is on an accelerator")
-    logger.info_once(
-        f"The draft head has no tree settings and {where}: it drafts {in_words(tree)} (nodes / levels / children). To "
-        f"choose another tree, set {', '.join(PAPER_TREE)} on draft.generation_config."
-    )
-    return tree

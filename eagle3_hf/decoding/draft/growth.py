@@ -6,46 +6,16 @@ whole pool. Scores are float32 and every increment is at most 0, so a kept node'
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ...model.attention import CachedAttention, DraftCache
 from ...model.modeling_eagle3 import Borrowed, Eagle3DraftModel
+from ...model.tree_settings import TreeSettings
 from ..coupling import Noise
 from ..tree import DraftTree, select
-
-
-@dataclass(frozen=True)
-class TreeSettings:
-    """How large a tree may grow.
-
-    Args:
-        num_nodes: Drafted nodes kept, the root not counted.
-        depth: Levels, the longest drafted chain.
-        top_k: Children of an expanded node, and nodes expanded a level; 1 is a chain.
-        at_most: These are limits; what pays within them is found out round by round (see `sizing`).
-    """
-
-    num_nodes: int
-    depth: int
-    top_k: int
-    at_most: bool = False
-
-    def __post_init__(self):
-        names = {"num_nodes": "num_assistant_tokens", "depth": "assistant_tree_depth", "top_k": "assistant_tree_top_k"}
-        for attribute, name in names.items():
-            value = getattr(self, attribute)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                auto = "'auto' or " if name == "num_assistant_tokens" else ""
-                raise ValueError(f"{name} must be {auto}an int of at least 1, got {value!r}")
-
-    def capped(self, depth: int) -> "TreeSettings":
-        """At most `depth` levels, and no more nodes than the pool can hold."""
-        depth = min(self.depth, depth)
-        pool = self.top_k + (depth - 1) * self.top_k**2
-        return replace(self, depth=depth, num_nodes=min(self.num_nodes, pool))
 
 
 # From the draft's logits (B, R, D) of one level, and the level (0 = the children of the root), to the increments that
@@ -59,7 +29,7 @@ def greedy_ranking(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torc
     return log_probs, log_probs
 
 
-class NoiseRanking:
+class CoupledRanking:
     """Rank by what the coming noise makes of the draft's probabilities.
 
     The target will choose `argmax(p / e)` with a known `e` (see `noise.py`); the best guess of it is `argmax(q / e)`.
@@ -69,26 +39,26 @@ class NoiseRanking:
         noise: The run's noise.
         draft_ids: (D,) target ids of the draft vocabulary.
         warpers: The call's own temperature and cutoffs, applied to the draft's logits as to the target's.
-        use_noise: `False` ranks by the warped `q` alone, to measure what knowing the noise is worth.
+        coupled: `False` ranks by the warped `q` alone, to measure what knowing the noise is worth.
     """
 
-    def __init__(self, noise: Noise, draft_ids: torch.Tensor, warpers: Sequence[Callable], use_noise: bool = True):
+    def __init__(self, noise: Noise, draft_ids: torch.Tensor, warpers: Sequence[Callable], coupled: bool = True):
         self._noise = noise
         self._draft_ids = draft_ids
         self._warpers = warpers
-        self._use_noise = use_noise
-        self.offsets: list[int] | None = None  # steps that each batch row is ahead of the generator; None: all 0
+        self._use_noise = coupled
+        self.offsets: list[int] | None = None  # steps that each sequence is ahead of the generator; None: all 0
         # Ids that a processor has cut off the end of the scores: nothing will choose them.
         self._missing = max(0, int(draft_ids.max()) + 1 - noise.vocab_size)
 
     def __call__(self, logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = logits.float().flatten(0, -2)
-        # Some warpers raise on NaN, which is the text's business and not the draft's: such a row is only pruned.
-        broken = ~rows.amax(-1, keepdim=True).isfinite()
-        rows = rows.masked_fill(broken, 0.0)
+        scores = logits.float().flatten(0, -2)
+        # Some warpers raise on NaN, which is the text's business and not the draft's: such a node is only pruned.
+        broken = ~scores.amax(-1, keepdim=True).isfinite()
+        scores = scores.masked_fill(broken, 0.0)
         for warper in self._warpers:
-            rows = warper(None, rows)
-        log_probs = rows.log_softmax(-1).masked_fill(broken, -torch.inf).view(logits.shape)
+            scores = warper(None, scores)
+        log_probs = scores.log_softmax(-1).masked_fill(broken, -torch.inf).view(logits.shape)
         if not self._use_noise:
             return log_probs, log_probs
         noise = self._coming(level).to(logits.device)
@@ -98,11 +68,11 @@ class NoiseRanking:
         return (log_probs - race.log()[:, None]).log_softmax(-1), log_probs
 
     def _coming(self, level: int) -> torch.Tensor:
-        """The noise (B, V) of each row's own step."""
+        """The noise (B, V) of each sequence's own step."""
         if self.offsets is None or not any(self.offsets):
             return self._noise.peek(level)
         coming = self._noise.peek_at([ahead + level for ahead in self.offsets])
-        return torch.stack([noise[row] for row, noise in enumerate(coming)])
+        return torch.stack([noise[index] for index, noise in enumerate(coming)])
 
 
 @dataclass
@@ -132,11 +102,11 @@ class _Frontier:
     scores: torch.Tensor
     log_probs: torch.Tensor
     hidden: torch.Tensor
-    seen: torch.Tensor  # (B, R, rows) bool: tree rows of the draft's cache that each node sees, itself last
+    seen: torch.Tensor  # (B, R, n) bool: which of the tree's n entries in the draft's cache it sees, itself last
 
 
 class TreeGrower:
-    """Grows one tree behind the committed rows of the draft's cache, and leaves the cache as it was."""
+    """Grows one tree behind the committed entries of the draft's cache, and leaves the cache as it was."""
 
     def __init__(self, draft: Eagle3DraftModel, borrowed: Borrowed, ranking: Ranking, pad_token_id: int = 0):
         self.draft = draft
@@ -155,10 +125,10 @@ class TreeGrower:
         """The tree below the root.
 
         Args:
-            hidden: (B, 1, H) the draft's output, before the final norm, at its last committed row.
-            root_tokens: (B, 1) last committed token, the one that row was fed.
-            cache: The draft's rows so far.
-            position: Of the first level's rows, (B, 1) where rows differ: every node of a level has the same.
+            hidden: (B, 1, H) the draft's output, before the final norm, at its last committed position.
+            root_tokens: (B, 1) last committed token, the one that this position was fed.
+            cache: The draft's cache so far.
+            position: Of the first level, (B, 1) where sequences differ: every node of a level has the same.
             settings: Already capped.
         """
         children = min(settings.top_k, self.draft.config.draft_vocab_size)
@@ -179,10 +149,10 @@ class TreeGrower:
         )
 
     def _best_children(self, hidden: torch.Tensor, level: int, children: int):
-        """Of each row (B, R, H): tokens, rank increments and draft log-probabilities (B, R, children)."""
+        """Of each node (B, R, H): tokens, rank increments and draft log-probabilities (B, R, children)."""
         increments, log_probs = self.ranking(self.draft.compute_logits(hidden, self.borrowed), level)
         best, ids = increments.topk(children, dim=-1)
-        # A NaN logit makes its whole row NaN: that branch is pruned, and no id comes from it. What a cutoff ruled out
+        # A NaN logit makes all of a node NaN: that branch is pruned, and no id comes from it. What a cutoff ruled out
         # stays -inf, so that it is never kept.
         best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         return self.draft.draft_to_target(ids), best, log_probs.gather(-1, ids)
@@ -212,22 +182,22 @@ class TreeGrower:
     def _next_level(
         self, frontier: _Frontier, output: torch.Tensor, level: int, children: int, pool: _Pool
     ) -> _Frontier:
-        batch, rows = frontier.tokens.shape
+        batch, width = frontier.tokens.shape
         tokens, increments, own = self._best_children(output, level, children)
         scores = (frontier.scores[..., None] + increments).flatten(1)
         log_probs = (frontier.log_probs[..., None] + own).flatten(1)
         tokens = tokens.flatten(1)
         first = pool.size
         pool.add(tokens, frontier.pool_index.repeat_interleave(children, dim=1), scores, log_probs)
-        best, chosen = scores.topk(rows, dim=1)
-        row = chosen // children
-        new = torch.eye(rows, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
-        seen = frontier.seen.gather(1, row[..., None].expand(-1, -1, frontier.seen.shape[2]))
+        best, chosen = scores.topk(width, dim=1)
+        parent = chosen // children
+        new = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+        seen = frontier.seen.gather(1, parent[..., None].expand(-1, -1, frontier.seen.shape[2]))
         return _Frontier(
             tokens=tokens.gather(1, chosen),
             pool_index=first + chosen,
             scores=best,
             log_probs=log_probs.gather(1, chosen),
-            hidden=self.draft.feedback(output).gather(1, row[..., None].expand(-1, -1, output.shape[2])),
+            hidden=self.draft.feedback(output).gather(1, parent[..., None].expand(-1, -1, output.shape[2])),
             seen=torch.cat([seen, new], dim=-1),
         )

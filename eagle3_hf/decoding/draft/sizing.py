@@ -1,7 +1,7 @@
 """How large a tree pays on this machine, for this target, batch and context; none where no tree does.
 
-A tree is worth `(1 + accepted) / seconds` tokens a second and row, to draft and verify it; a plain step `1 / seconds`.
-Seconds are measured: every round is a measurement of its own size, other sizes lie on the line through those known.
+A tree is worth `(1 + accepted) / seconds` tokens a second and sequence, to draft and verify it; a plain step
+`1 / seconds`. Seconds are measured: every round is a measurement of its own size, and other sizes are interpolated.
 What a smaller tree would have accepted is known exactly, since trees are nested: it holds the best nodes of the larger
 one, so that the *ranks* of the accepted nodes say it all. For larger trees it is guessed, on the bright side, and a
 guess that looks better by more than a little is tried.
@@ -17,14 +17,15 @@ from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ...model.tree_settings import TreeSettings
 from ...utils.logging import get_logger
-from .growth import TreeSettings
+from ..tree import DraftTree
 
 
 logger = get_logger(__name__)
 
 _NODES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 59)
-_TOKENS_TRIED = 12  # nodes of all rows of the first trees
+_TOKENS_TRIED = 12  # nodes of all of the first trees together
 _ENOUGH = 3  # measurements of one kind, so that the median forgives one that was disturbed
 _KEPT = 7
 _WALKS_TO_STOP, _WALKS_TO_CHANGE = 24, 64  # between two decisions
@@ -36,6 +37,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 128, 8192  # plain steps before drafting is tried
 _PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew, where the gain is small
 _SMALL_GAIN = 1.25
 _RECENT = 256  # rounds; what is older counts half, a quarter, ...
+_ROUNDS_UNWATCHED = 8  # between two that are watched for what smaller trees would have accepted
 # Beliefs before anything is known, and how many rounds they weigh: how often the best node is right, how often a level
 # is where the one above was, and by which power of their number more nodes are.
 _FIRST, _LIKELY, _MORE_NODES, _BELIEF = 0.5, 0.6, 0.15, 2.0
@@ -52,7 +54,7 @@ class Costs:
             self._draft = {size: deque(kept, _KEPT) for size, kept in older._draft.items()}
 
     def add(self, nodes: int, verify: float) -> None:
-        """A verification of `nodes` drafted nodes a row; 0 is a plain step."""
+        """A verification of `nodes` drafted nodes a sequence; 0 is a plain step."""
         self._verify.setdefault(nodes, deque(maxlen=_KEPT)).append(verify)
 
     def add_draft(self, depth: int, top_k: int, seconds: float) -> None:
@@ -82,8 +84,7 @@ class Costs:
 
 
 class Acceptance:
-    """
-    How often trees of each size are right down to each level.
+    """How often trees of each size are right down to each level.
 
     Kept as shares of the rounds in which the accepted node of a level is among the best `n` nodes, but not among the
     next fewer: so two sizes are compared by the rounds that tell them apart, and the luck of a text cancels out.
@@ -97,8 +98,7 @@ class Acceptance:
         self._rounds = 0
 
     def add(self, nodes: int, depth: int, ranks: Sequence[int]) -> None:
-        """
-        One walk through a tree.
+        """One walk through a tree.
 
         Args:
             nodes, depth: Of the tree.
@@ -107,7 +107,7 @@ class Acceptance:
         self._rounds += 1
         if self._rounds % _RECENT == 0:
             self._tried, self._right = (
-                [[x / 2 for x in row] for row in table] for table in (self._tried, self._right)
+                [[x / 2 for x in counts] for counts in table] for table in (self._tried, self._right)
             )
         for size, tried in zip(self._nodes, self._tried, strict=True):
             if size <= nodes:
@@ -131,22 +131,21 @@ class Acceptance:
 
 
 class TreeSizer:
-    """
-    Chooses the tree of each round; lives as long as head and target do, so that every call knows what others found.
+    """Chooses the tree of each round; lives as long as head and target do, so that every call knows what others found.
 
     Args:
         limits: The largest tree.
-        rows: Of the batch.
+        batch_size: Sequences of the batch.
         is_chain: The target verifies chains only.
     """
 
-    def __init__(self, limits: TreeSettings, rows: int = 1, is_chain: bool = False):
+    def __init__(self, limits: TreeSettings, batch_size: int = 1, is_chain: bool = False):
         self.sizes = sizes_within(limits, is_chain)
         nodes = sorted({size.num_nodes for size in self.sizes})
         self.acceptance = Acceptance(nodes, limits.depth)
         self._costs: dict[int, Costs] = {}
         self._here = Costs()
-        self._first = _size_tried(self.sizes, max(1, _TOKENS_TRIED // rows))
+        self._first = _size_tried(self.sizes, max(1, _TOKENS_TRIED // batch_size))
         self._size: TreeSettings | None = None
         self._walks = self._rounds = self._since_plain = self._next_decision = 0
         self._left, self._pause = 0, _FIRST_PAUSE
@@ -154,8 +153,7 @@ class TreeSizer:
         self._was_off = False
 
     def choose(self, context: int) -> TreeSettings | None:
-        """
-        The tree of the next round; `None` for a plain step.
+        """The tree of the next round; `None` for a plain step.
 
         Args:
             context: Tokens before it.
@@ -194,12 +192,12 @@ class TreeSizer:
         verify_seconds: float,
         ranks: Sequence[Sequence[int]] = (),
     ) -> None:
-        """
-        What a round took and gave.
+        """What a round took and gave.
 
         Args:
             size: Of its trees, as they were grown; `None` for a plain step.
-            nodes: Drafted nodes a row that the target has seen; more than asked for where pads of finished rows are.
+            nodes: Drafted nodes a sequence that the target has seen; more than asked for where finished sequences
+                write pad tokens.
             draft_seconds: `None` where the draft was fed more than a round's tokens.
             verify_seconds: The forward and the walk.
             ranks: See `Acceptance.add`; of each walk.
@@ -217,7 +215,7 @@ class TreeSizer:
             self.acceptance.add(size.num_nodes, size.depth, own)
 
     def rates(self) -> dict[TreeSettings, float]:
-        """Tokens a second and row that each size promises."""
+        """Tokens a second and sequence that each size promises."""
         accepted = self.acceptance.expected()
         return {
             size: (1 + accepted[size.num_nodes][size.depth])
@@ -237,7 +235,8 @@ class TreeSizer:
         if not sure:
             self._next_decision = _WALKS_TO_CHANGE
             return
-        self._start(best if rates[best] > _BETTER * rates.get(self._size, 0.0) else self._size)
+        now = self._size or best
+        self._start(best if rates[best] > _BETTER * rates.get(now, 0.0) else now)
 
     def _start(self, size: TreeSettings) -> None:
         self._size, self._rounds, self._walks, self._next_decision = size, 0, 0, _WALKS_TO_STOP
@@ -276,18 +275,75 @@ def _size_tried(sizes: Sequence[TreeSettings], nodes: int) -> TreeSettings:
 _found: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Hashable, TreeSizer]]] = WeakKeyDictionary()
 
 
-def sizer_of(draft: Any, target: Any, limits: TreeSettings, rows: int, is_chain: bool, kind: Hashable) -> TreeSizer:
-    """
-    The sizer of such calls.
+def sizer_of(
+    draft: Any, target: Any, limits: TreeSettings, batch_size: int, is_chain: bool, kind: Hashable
+) -> TreeSizer:
+    """The sizer of such calls.
 
     Args:
-        kind: Whatever else costs or acceptance depend on (device, dtype, threads, sampling, rows in step).
+        kind: Whatever else costs or acceptance depend on (device, dtype, threads, sampling, sequences in step).
     """
     sizers = _found.setdefault(draft, WeakKeyDictionary()).setdefault(target, {})
-    key = limits, rows, is_chain, kind
+    key = limits, batch_size, is_chain, kind
     if key not in sizers:
-        sizers[key] = TreeSizer(limits, rows, is_chain)
+        sizers[key] = TreeSizer(limits, batch_size, is_chain)
     return sizers[key]
+
+
+class RoundSizes:
+    """The sizes of one call's trees: a fixed one, or what a sizer chooses and learns from.
+
+    Args:
+        settings: The size, or its limits.
+        sizer: Chooses within the limits; `None` for the fixed size.
+
+    Attributes:
+        current: Of this round's trees; `None` where nothing is drafted.
+    """
+
+    def __init__(self, settings: TreeSettings, sizer: TreeSizer | None = None):
+        self.current: TreeSettings | None = None
+        self._settings = settings
+        self._sizer = sizer
+        self._rounds = 0
+
+    def choose(self, depth: int, context: int) -> TreeSettings | None:
+        """The size of the next round's trees, at most `depth` deep, behind a context of so many tokens."""
+        size = self._settings if self._sizer is None or depth < 1 else self._sizer.choose(context)
+        self.current = None if size is None or depth < 1 else size.capped(depth)
+        return self.current
+
+    def observe(
+        self,
+        tree: DraftTree,
+        paths: dict[int, list[int]],
+        in_step: bool,
+        num_fed: int,
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
+        """Tell the sizer what a round took and gave.
+
+        Args:
+            tree: What was verified.
+            paths: Index of a sequence -> the nodes that it has accepted, of those that have walked.
+            in_step: The round ended for all sequences with the first that missed.
+            num_fed: Positions that the draft was fed before it drew the tree.
+            draft_seconds, verify_seconds: Of drafting; of the target's forward and the walk.
+        """
+        if self._sizer is None:
+            return
+        self._rounds += 1
+        ranks: list[list[int]] = []
+        # One transfer more, so not in every round where that means waiting for a device.
+        watched = tree.scores.device.type == "cpu" or self._rounds % _ROUNDS_UNWATCHED == 0
+        if self.current is not None and watched:
+            scores = tree.scores.tolist()
+            ranks = [ranks_on_path(scores[index], path) for index, path in paths.items() if path]
+            if ranks and in_step:
+                ranks = [[max(level) for level in zip(*ranks, strict=False)]]
+        usual = draft_seconds if num_fed <= self._settings.depth + 1 else None
+        self._sizer.observe(self.current, tree.tokens.shape[1] - 1, usual, verify_seconds, ranks)
 
 
 def ranks_on_path(scores: Sequence[float], path: Sequence[int]) -> list[int]:

@@ -1,48 +1,65 @@
-"""What `generate` returns besides ids, step by step: scores, logits, hidden states, attentions; row by row."""
+"""What `generate` returns besides ids, step by step: scores, logits, hidden states, attention weights.
 
-from collections.abc import Sequence
+Hidden states and attentions are read out of the forward over a tree. A node attends to its sequence's past and to the
+nodes of its path, wherever those stand; plain decoding would have had these keys one behind the other, in a window
+only the last ones. (A static cache also has columns for tokens to come.)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from transformers import GenerationConfig
 
 
-class LayerSteps:
-    """Tensors of every layer for each step."""
+class KeyColumns(NamedTuple):
+    """The keys that one layer shows in plain decoding.
 
-    def __init__(self) -> None:
-        self._steps: list[tuple[torch.Tensor, ...]] = []
+    Attributes:
+        window: As many of the last slots are there; `None`: all.
+        width: Columns of a static cache, used or not; `None`: as many as there are keys.
+        from_start: Whether this layer's keys begin at slot 0 now; else they end with the tree's last node.
+    """
 
-    def put(self, step: int, row: int, parts: Sequence[torch.Tensor], rows: int) -> None:
-        """One row's (1, ...) tensors of all layers; rows of a step have the same shapes."""
-        while len(self._steps) <= step:
-            self._steps.append(())
-        if not self._steps[step]:
-            self._steps[step] = tuple(part.new_zeros(rows, *part.shape[1:]) for part in parts)
-        for whole, part in zip(self._steps[step], parts, strict=True):
-            whole[row : row + 1] = part
+    window: int | None = None
+    width: int | None = None
+    from_start: bool = False
 
-    def put_all(self, parts: Sequence[torch.Tensor]) -> None:
-        """The tensors (B, ...) of the next step as a forward gave them."""
-        self._steps.append(tuple(parts))
 
-    def until(self, step: int) -> tuple[tuple[torch.Tensor, ...], ...]:
-        return tuple(self._steps[:step])
+class Place(NamedTuple):
+    """Where in a forward over trees the logits of a token were computed.
+
+    Attributes:
+        sequence: Its index in the batch.
+        step: The step that the token is of.
+        path: Nodes from the root to the one whose logits these are.
+        cache_len: Slots of the sequence's past.
+        tree_start: Slot of node 0.
+        num_nodes: Nodes of the tree.
+    """
+
+    sequence: int
+    step: int
+    path: Sequence[int]
+    cache_len: int
+    tree_start: int
+    num_nodes: int
 
 
 class StepRecord:
-    """Collects the outputs of each step in vanilla's shapes, whichever row reaches the step first.
+    """Collects the outputs of each step in plain decoding's shapes, whichever sequence reaches the step first.
 
     Args:
-        keep_scores, keep_logits, keep_states, keep_attentions: What the call asks for; the rest is `None`, as in
-            vanilla.
-
-    Attributes:
-        states, attentions: Per step and layer; `None` where not asked for.
+        config: The call's generation config, which says what is asked for; the rest is `None`, as in plain decoding.
+        batch_size: B.
     """
 
-    def __init__(self, keep_scores: bool, keep_logits: bool, keep_states: bool, keep_attentions: bool = False):
-        self.keep_scores, self.keep_logits = keep_scores, keep_logits
-        self.states = LayerSteps() if keep_states else None
-        self.attentions = LayerSteps() if keep_attentions else None
+    def __init__(self, config: GenerationConfig, batch_size: int = 1):
+        returns_dict = bool(config.return_dict_in_generate)
+        self.keep_scores = returns_dict and bool(config.output_scores)
+        self.keep_logits = returns_dict and bool(config.output_logits)
+        self._states = _LayerSteps(batch_size) if returns_dict and config.output_hidden_states else None
+        self._attentions = _LayerSteps(batch_size) if returns_dict and config.output_attentions else None
         self._scores: list[torch.Tensor] = []
         self._logits: list[torch.Tensor] = []
 
@@ -53,31 +70,119 @@ class StepRecord:
 
     @property
     def keeps_layers(self) -> bool:
-        return self.states is not None or self.attentions is not None
+        return self._states is not None or self._attentions is not None
 
     @property
     def keeps_anything(self) -> bool:
         return self.keeps_logits or self.keeps_layers
 
     def put_logits(self, steps: dict[int, int], scores: torch.Tensor, raw: torch.Tensor) -> None:
-        """(B, V) processed scores and raw logits, of which each row belongs to its own step."""
+        """(B, V) processed scores and raw logits; each sequence's belong to a step of its own."""
         if self.keep_scores:
             _put(self._scores, steps, scores)
         if self.keep_logits:
             _put(self._logits, steps, raw)
 
+    def put_prompt(self, outputs: Any) -> None:
+        """Layers of the whole prompt, or of its last chunk, which the first token came from."""
+        if self._states is not None:
+            self._states.put_all(outputs.hidden_states)
+        if self._attentions is not None:
+            self._attentions.put_all(outputs.attentions)
+
+    def put_layers(self, outputs: Any, places: Sequence[Place], columns: Callable[[], list[KeyColumns]]) -> None:
+        """Layers at the nodes that some sequences have reached.
+
+        Args:
+            outputs: Of the forward over the trees.
+            places: One for each of these sequences.
+            columns: Gives the keys that plain decoding would show, layer by layer.
+        """
+        if self._states is not None:
+            for place in places:
+                self._states.put(place, _states_at(outputs.hidden_states, place))
+        if self._attentions is not None:
+            shown = columns() if outputs.attentions else []
+            for place in places:
+                self._attentions.put(place, _attentions_at(outputs.attentions, shown, place))
+
+    def until(self, step: int) -> dict[str, tuple | None]:
+        """The steps before `step`, by the names of transformers' output object."""
+        return {
+            "scores": self.scores_until(step),
+            "logits": tuple(self._logits[:step]) if self.keep_logits else None,
+            "attentions": None if self._attentions is None else self._attentions.until(step),
+            "hidden_states": None if self._states is None else self._states.until(step),
+        }
+
     def scores_until(self, step: int) -> tuple[torch.Tensor, ...] | None:
         return tuple(self._scores[:step]) if self.keep_scores else None
 
-    def logits_until(self, step: int) -> tuple[torch.Tensor, ...] | None:
-        return tuple(self._logits[:step]) if self.keep_logits else None
+
+class _LayerSteps:
+    """Tensors (B, ...) of every layer for each step."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._steps: list[tuple[torch.Tensor, ...]] = []
+
+    def put(self, place: Place, parts: Sequence[torch.Tensor]) -> None:
+        """One sequence's (1, ...) tensors of all layers; those of a step have the same shapes."""
+        while len(self._steps) <= place.step:
+            self._steps.append(())
+        if not self._steps[place.step]:
+            self._steps[place.step] = tuple(part.new_zeros(self._batch_size, *part.shape[1:]) for part in parts)
+        for whole, part in zip(self._steps[place.step], parts, strict=True):
+            whole[place.sequence : place.sequence + 1] = part
+
+    def put_all(self, parts: Sequence[torch.Tensor]) -> None:
+        """The tensors (B, ...) of the next step as a forward gave them."""
+        self._steps.append(tuple(parts))
+
+    def until(self, step: int) -> tuple[tuple[torch.Tensor, ...], ...]:
+        return tuple(self._steps[:step])
 
 
 def _put(kept: list[torch.Tensor], steps: dict[int, int], values: torch.Tensor) -> None:
     if len(steps) == values.shape[0] and set(steps.values()) == {len(kept)}:
-        kept.append(values)  # every row at once: the usual step of a batch of one
+        kept.append(values)  # all sequences at once: the usual step of a batch of one
         return
-    for row, step in steps.items():
+    for index, step in steps.items():
         while len(kept) <= step:
             kept.append(torch.zeros_like(values))
-        kept[step][row] = values[row]
+        kept[step][index] = values[index]
+
+
+def _states_at(states: Sequence[torch.Tensor], place: Place) -> list[torch.Tensor]:
+    """Hidden states (1, 1, H) of all layers at a node, from those (B, N, H) of a forward.
+
+    A forward that ran the whole text again (see `TargetRun`) shows all of it, with a draft and without.
+    """
+    own, node = slice(place.sequence, place.sequence + 1), place.path[-1]
+    return [state[own, node : node + 1] if state.shape[1] == place.num_nodes else state[own] for state in states]
+
+
+def _attentions_at(
+    attentions: Sequence[torch.Tensor], layers: Sequence[KeyColumns], place: Place
+) -> list[torch.Tensor]:
+    """Attentions (1, heads, 1, keys) in every layer at a node, from those (B, heads, N, keys) of a forward."""
+    own, node = slice(place.sequence, place.sequence + 1), place.path[-1]
+    found: dict[tuple[KeyColumns, int], torch.Tensor] = {}
+    parts = []
+    for weights, columns in zip(attentions, layers, strict=len(attentions) > 0):
+        if weights.shape[2] != place.num_nodes:
+            parts.append(weights[own])
+            continue
+        key = columns, weights.shape[-1]
+        if key not in found:
+            first_slot = 0 if columns.from_start else place.tree_start + place.num_nodes - weights.shape[-1]
+            found[key] = _slots(columns.window, place) - first_slot
+        part = weights[own, :, node : node + 1].index_select(-1, found[key].to(weights.device))
+        missing = 0 if columns.width is None else columns.width - part.shape[-1]
+        parts.append(torch.nn.functional.pad(part, (0, missing)))
+    return parts
+
+
+def _slots(window: int | None, place: Place) -> torch.Tensor:
+    slots = torch.cat([torch.arange(place.cache_len), place.tree_start + torch.tensor(place.path)])
+    return slots if window is None else slots[-window:]

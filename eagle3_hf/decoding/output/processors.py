@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 
-# Warpers that look at one row of scores and at nothing before it: safe to run on the draft's logits as well.
+# Warpers that look at a token's scores and at nothing before it: safe to run on the draft's logits as well.
 _WARPER_NAMES = (
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
@@ -23,8 +23,8 @@ _WARPER_NAMES = (
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
 )
-# Processors that look at each row's own ids and scores, and remember nothing: rows may be at different steps. (All get
-# whole batches, so that they may know their rows.)
+# Processors that look at each sequence's own ids and scores, and remember nothing: sequences may be at different
+# steps. (All get whole batches, so that they may know their sequences.)
 _STATELESS_NAMES = (
     *_WARPER_NAMES,
     "RepetitionPenaltyLogitsProcessor",
@@ -71,26 +71,26 @@ def prefix_free_warpers(processors: LogitsProcessorList) -> list:
 
 
 class StopTest:
-    """Vanilla's stopping criteria.
+    """Plain decoding's stopping criteria.
 
-    Length and end of sequence are tested on the host as soon as a row has the token; any other criterion gets the call
-    that vanilla would make, when the step is closed.
+    Length and end of sequence are tested on the host as soon as a sequence has the token; any other criterion gets the
+    call that plain decoding would make, when the step is committed.
     """
 
     def __init__(self, criteria: StoppingCriteriaList):
         self._criteria = criteria
         self.is_simple = all(type(item) in (MaxLengthCriteria, EosTokenCriteria) for item in criteria)
         self.may_read_scores = any(type(item) not in _BLIND_CRITERIA for item in criteria)
-        # What vanilla asks before it lets a finished row write pad tokens.
+        # What plain decoding asks before it lets a finished sequence write pad tokens.
         self.has_eos = any(hasattr(item, "eos_token_id") for item in criteria)
         self.max_length = min((item.max_length for item in criteria if type(item) is MaxLengthCriteria), default=None)
         eos = [item.eos_token_id.tolist() for item in criteria if type(item) is EosTokenCriteria]
         self._eos = {token for ids in eos for token in (ids if isinstance(ids, list) else [ids])}
 
     def after_token(self, token: int, length: int) -> bool:
-        """Whether a row of this length that ends with this token is finished, by the criteria known to the host."""
+        """Whether a sequence of this length with this last token is finished, by the criteria known to the host."""
         return token in self._eos or (self.max_length is not None and length >= self.max_length)
 
     def after_step(self, input_ids: torch.Tensor, scores: tuple | None) -> list[bool]:
-        """Which rows are finished, by vanilla's call of all criteria."""
+        """Which sequences are finished, by plain decoding's call of all criteria."""
         return self._criteria(input_ids, scores).tolist()

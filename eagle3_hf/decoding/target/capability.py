@@ -7,6 +7,7 @@ attention masks made where no tree can be shown. A chain needs none of it: it is
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -14,7 +15,7 @@ from ...model.features import virtual_tokens
 from . import tree_attention
 
 
-class Way(Enum):
+class VerifyMode(Enum):
     """How drafts are verified."""
 
     TREE = "tree"
@@ -23,22 +24,22 @@ class Way(Enum):
 
 
 @dataclass(frozen=True)
-class Ability:
+class Capability:
     """
     What a target can verify.
 
     Attributes:
-        way: The most it can do.
+        mode: The most it can do.
         reason: Why not more, in words; empty for a tree.
         restores: Its cache holds states that cannot be cut, only put back (see `snapshots`).
     """
 
-    way: Way
+    mode: VerifyMode
     reason: str = ""
     restores: bool = False
 
 
-TREE = Ability(Way.TREE)
+TREE = Capability(VerifyMode.TREE)
 
 # Positions from cache slots.
 _SLOT_BOUND = ("bloom", "mpt", "gpt_neo")
@@ -56,21 +57,26 @@ _TESTED_TREES = {
 _TESTED_AROUND = {"gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "mistral3", "idefics3", "paligemma"}
 
 
-def known_ability(target: PreTrainedModel) -> Ability | None:
+def known_capability(target: PreTrainedModel) -> Capability | None:
     """What class and config say about a target by themselves; `None` where only a trial can tell.
 
     Only transformers' own classes are known, and only with attention that takes any mask: the same name elsewhere, or
     another kernel, may compute something else.
     """
     config, name = target.config.get_text_config(), type(target).__name__
-    if not target._supports_default_dynamic_cache():
-        return Ability(Way.PLAIN, f"{name} keeps its past elsewhere than in a cache of transformers")
+    has_cache: Any = target._supports_default_dynamic_cache
+    if not has_cache():
+        return Capability(VerifyMode.PLAIN, f"{name} keeps its past elsewhere than in a cache of transformers")
     if has_cross_attention(target):
-        return Ability(Way.PLAIN, f"{name} has cross-attention layers, whose cache entries are not those of tokens")
+        return Capability(
+            VerifyMode.PLAIN, f"{name} has cross-attention layers, whose cache entries are not those of tokens"
+        )
     if (adapter := virtual_tokens(target)) is not None:
-        return Ability(Way.PLAIN, f"{name} has an adapter with virtual tokens ({adapter}), which ids do not show")
+        return Capability(
+            VerifyMode.PLAIN, f"{name} has an adapter with virtual tokens ({adapter}), which ids do not show"
+        )
     if config.model_type in _SLOT_BOUND or getattr(config, "alibi", False):
-        return Ability(Way.CHAIN, f"{name} takes positions from cache slots (ALiBi or windows by slot)")
+        return Capability(VerifyMode.CHAIN, f"{name} takes positions from cache slots (ALiBi or windows by slot)")
     tested = config.model_type in _TESTED_TREES and (
         config is target.config or target.config.model_type in _TESTED_AROUND
     )

@@ -18,8 +18,9 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 from ...utils.logging import get_logger
+from ..sequence import Batch
 from ..tree import DraftTree
-from .capability import TREE, Ability, Way, known_ability
+from .capability import TREE, Capability, VerifyMode, known_capability
 from .compiled_code import uncompiled
 from .custom_code import CustomCode, custom_code
 from .hook_memory import Memory
@@ -52,59 +53,65 @@ class _Verdicts:
     """What was found about the targets of one class."""
 
     def __init__(self) -> None:
-        self.abilities: dict[Hashable, Ability] = {}
+        self.capabilities: dict[Hashable, Capability] = {}
         # Of custom code: values that it writes itself, so that they are no settings by which to tell it apart.
         self.written: dict[Hashable, frozenset[str]] = {}
 
     def settings(self, piece: CustomCode) -> tuple:
         return piece.identity, Memory(piece.code).settings(self.written.get(piece.identity, frozenset()))
 
-    def keep(self, key: Hashable, ability: Ability) -> None:
-        self.abilities[key] = ability
-        if len(self.abilities) > _MOST_VERDICTS:
-            del self.abilities[next(iter(self.abilities))]
+    def keep(self, key: Hashable, capability: Capability) -> None:
+        self.capabilities[key] = capability
+        if len(self.capabilities) > _MOST_VERDICTS:
+            del self.capabilities[next(iter(self.capabilities))]
 
 
 _found: WeakKeyDictionary[type, _Verdicts] = WeakKeyDictionary()
 _trials = threading.Lock()  # a hook that two threads try at once would seem to count its calls
 
 
-def ability_of(
-    target: PreTrainedModel, device: torch.device | None = None, cache: Any = None, rows: int = 1
-) -> Ability:
+def capability_of(
+    target: PreTrainedModel, device: torch.device | None = None, cache: Any = None, batch_size: int = 1
+) -> Capability:
     """What the target can verify, on this cache if one is given: known, found before, or found now.
 
     A log line says why where it is no tree.
 
     Args:
-        rows: Of the batch, for hooks that know it (a steering vector or an adapter for each row).
+        batch_size: For hooks that know it (a steering vector or an adapter for each sequence).
     """
-    ability, custom = known_ability(target), custom_code(target)
-    if ability is None or (custom and ability.way is not Way.PLAIN):
+    capability, custom = known_capability(target), custom_code(target)
+    if capability is None or (custom and capability.mode is not VerifyMode.PLAIN):
         with _trials:
-            ability = _tried(target, device or target.device, rows if custom else 1, ability, custom)
-    if ability.way is Way.CHAIN and any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ())):
+            capability = _tried(target, device or target.device, batch_size if custom else 1, capability, custom)
+    if capability.mode is VerifyMode.CHAIN and any(
+        isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ())
+    ):
         # Windows by slot would be measured from the end of a larger cache, and states could not be put back.
-        ability = Ability(Way.PLAIN, f"{ability.reason}, and chains need a cache that grows")
-    if ability.way is Way.CHAIN:
-        logger.warning_once(f"{ability.reason}: drafts are verified as chains, not as trees. The text is the same.")
-    if ability.way is Way.PLAIN:
-        logger.warning_once(f"{ability.reason}: decoding goes on without the draft. The text is the same.")
-    return ability
+        capability = Capability(VerifyMode.PLAIN, f"{capability.reason}, and chains need a cache that grows")
+    if capability.mode is VerifyMode.CHAIN:
+        logger.warning_once(f"{capability.reason}: drafts are verified as chains, not as trees. The text is the same.")
+    if capability.mode is VerifyMode.PLAIN:
+        logger.warning_once(f"{capability.reason}: decoding goes on without the draft. The text is the same.")
+    return capability
 
 
 def _tried(
-    target: PreTrainedModel, device: torch.device, rows: int, known: Ability | None, custom: Sequence[CustomCode]
-) -> Ability:
+    target: PreTrainedModel,
+    device: torch.device,
+    batch_size: int,
+    known: Capability | None,
+    custom: Sequence[CustomCode],
+) -> Capability:
     """The verdict of a trial, now or earlier, with the custom code that is there; its memory is left as it was."""
     verdicts = _found.setdefault(type(target), _Verdicts())
-    config = _key(target), rows
+    config = _key(target), batch_size
     key = config, *(verdicts.settings(piece) for piece in custom)
-    if key in verdicts.abilities:
-        return verdicts.abilities[key]
+    if key in verdicts.capabilities:
+        return verdicts.capabilities[key]
     memories = [Memory(piece.code) for piece in custom]
     try:
-        ability = _try_out(target, device, rows, known, custom)
+        capability = _try_out(target, device, batch_size, known, custom)
     finally:
         counting = [piece.name for piece, memory in zip(custom, memories, strict=True) if memory.has_counted()]
         for piece, memory in zip(custom, memories, strict=True):
@@ -112,9 +119,11 @@ def _tried(
             verdicts.written[piece.identity] = before | memory.changed()
             memory.restore()
     if counting:
-        ability = Ability(Way.PLAIN, f"{counting[0]} changes with each of its calls, of which drafting makes others")
-    verdicts.keep((config, *(verdicts.settings(piece) for piece in custom)), ability)
-    return ability
+        capability = Capability(
+            VerifyMode.PLAIN, f"{counting[0]} changes with each of its calls, of which drafting makes others"
+        )
+    verdicts.keep((config, *(verdicts.settings(piece) for piece in custom)), capability)
+    return capability
 
 
 def _key(target: PreTrainedModel) -> str:
@@ -126,10 +135,10 @@ def _key(target: PreTrainedModel) -> str:
 def _try_out(
     target: PreTrainedModel,
     device: torch.device,
-    rows: int = 1,
-    known: Ability | None = None,
+    batch_size: int = 1,
+    known: Capability | None = None,
     custom: Sequence[CustomCode] = (),
-) -> Ability:
+) -> Capability:
     """What a target can verify, by a trial now.
 
     Args:
@@ -138,8 +147,8 @@ def _try_out(
     """
     name = " with ".join([type(target).__name__, *(piece.name for piece in custom[:1])])
     with _undisturbed(target):
-        trial = _Trial(target, device, rows, _HALF_MOST if known is None else _HALF_MOST_KNOWN)
-        if known is not None and known.way is Way.CHAIN:
+        trial = _Trial(target, device, batch_size, _HALF_MOST if known is None else _HALF_MOST_KNOWN)
+        if known is not None and known.mode is VerifyMode.CHAIN:
             why_no_tree = known.reason
         elif trial.restores:
             why_no_tree = f"{name} has recurrent or convolutional states, which follow one text only"
@@ -152,8 +161,10 @@ def _try_out(
             why_no_tree = f"{name} computes a tree otherwise than its paths ({fault})"
         fault = _fault(trial.chain)
         if fault is None:
-            return Ability(Way.CHAIN, why_no_tree, trial.restores)
-        return Ability(Way.PLAIN, f"{why_no_tree}, and several tokens at once otherwise than one by one ({fault})")
+            return Capability(VerifyMode.CHAIN, why_no_tree, trial.restores)
+        return Capability(
+            VerifyMode.PLAIN, f"{why_no_tree}, and several tokens at once otherwise than one by one ({fault})"
+        )
 
 
 def _fault(test) -> str | None:
@@ -182,15 +193,18 @@ def _undisturbed(target: PreTrainedModel) -> Iterator[None]:
 class _Trial:
     """Forwards of a target over made-up ids, each on a short cache of its own.
 
-    All rows are alike but for what hooks make of them.
+    All sequences are alike but for what hooks make of them.
 
     Args:
-        rows: B.
+        batch_size: B.
         half_most: Greatest difference in half precision.
     """
 
-    def __init__(self, target: PreTrainedModel, device: torch.device, rows: int = 1, half_most: float = _HALF_MOST):
-        self._target, self._device, self._rows, self._half_most = target, device, rows, half_most
+    def __init__(
+        self, target: PreTrainedModel, device: torch.device, batch_size: int = 1, half_most: float = _HALF_MOST
+    ):
+        self._target: Any = target  # torch types attributes of a module as "Tensor or Module"
+        self._device, self._batch_size, self._half_most = device, batch_size, half_most
         self._config = target.config.get_text_config()
         self._dtype = target.dtype  # some models give logits of half precision as float32
         self.restores = has_states(self._new_cache())
@@ -223,7 +237,7 @@ class _Trial:
         tokens = self._batch([self._root, *self._left, *self._filling, *self._right])
         flat = DraftTree.chain(tokens)
         tree = DraftTree(tokens, self._batch(parents), flat.num_nodes, flat.scores, flat.log_probs)
-        found = self._start(TREE).verify(tree, self._batch(self._prompt)).logits[:, -size:]
+        found = self._start(TREE)[0].verify(tree).logits[:, -size:]
         left, right = ([self._root, *branch] for branch in (self._left, self._right))
         fault = self._difference(found[:, second:], self._steps(right)[0][:, 1:], right)
         if fault is None and self._dtype in _ROUNDING:
@@ -262,27 +276,31 @@ class _Trial:
 
     def _in_parts(self, parts: Sequence[tuple[list[int], int]]) -> tuple[torch.Tensor, Any]:
         """(B, n, V) logits of the tokens kept of each part, one forward a part; and the cache after all."""
-        ability = Ability(Way.CHAIN, restores=self.restores)
-        run, committed, logits = self._start(ability), list(self._prompt), []
+        capability = Capability(VerifyMode.CHAIN, restores=self.restores)
+        (run, batch), logits = self._start(capability), []
+        for sequence in batch:
+            for tokens, kept in parts:
+                for token in tokens[:kept]:
+                    sequence.append(token)
         for tokens, kept in parts:
-            outputs = run.verify(DraftTree.chain(self._batch(tokens)), self._batch(committed))
+            outputs = run.verify(DraftTree.chain(self._batch(tokens)))
             logits.append(outputs.logits[:, -len(tokens) :][:, :kept])
-            run.keep([list(range(kept))] * self._rows, len(tokens), [end + kept for end in run.ends], 0)
-            committed += tokens[:kept]
+            run.keep([list(range(kept))] * self._batch_size, len(tokens), [end + kept for end in batch.cache_lens], 0)
         return torch.cat(logits, dim=1), run.cache
 
     def _at_once(self, path: list[int]) -> torch.Tensor:
         """(B, n, V) logits along one path behind the prompt, in one forward from an empty cache."""
-        ids, ability = self._batch([*self._prompt, *path]), Ability(Way.CHAIN, restores=self.restores)
-        return self._run(ability, ids, len(path))[1].logits[:, -len(path) :]
+        ids, capability = self._batch([*self._prompt, *path]), Capability(VerifyMode.CHAIN, restores=self.restores)
+        run = TargetRun(self._target, GenerationConfig(), self._kwargs(ids, len(path)), Batch(ids), capability)
+        return run.prefill(ids).logits[:, -len(path) :]
 
-    def _start(self, ability: Ability) -> TargetRun:
-        return self._run(ability, self._batch(self._prompt), 1)[0]
-
-    def _run(self, ability: Ability, ids: torch.Tensor, logits: int) -> tuple[TargetRun, Any]:
-        """A run after its prefill, and what that gave."""
-        run = TargetRun(self._target, GenerationConfig(), self._kwargs(ids, logits), ability)
-        return run, run.prefill(ids)
+    def _start(self, capability: Capability) -> tuple[TargetRun, Batch]:
+        """A run after its prefill, and its sequences."""
+        ids = self._batch(self._prompt)
+        batch = Batch(ids)
+        run = TargetRun(self._target, GenerationConfig(), self._kwargs(ids, 1), batch, capability)
+        run.prefill(ids)
+        return run, batch
 
     def _kwargs(self, ids: torch.Tensor, logits: int) -> dict[str, Any]:
         kwargs: dict[str, Any] = {"use_cache": True, CACHE_KEY: self._new_cache()}
@@ -295,7 +313,7 @@ class _Trial:
         return kwargs
 
     def _batch(self, ids: list[int]) -> torch.Tensor:
-        return torch.tensor([ids], device=self._device).repeat(self._rows, 1)
+        return torch.tensor([ids], device=self._device).repeat(self._batch_size, 1)
 
 
 def _is_id(value: Any) -> bool:

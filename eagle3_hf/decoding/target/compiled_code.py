@@ -119,7 +119,7 @@ def _slots(module: nn.Module) -> Iterator[_Slot]:
     if fields.get(_CALL) is not None:
         yield _Slot(module, _CALL, fields[_CALL], module._call_impl)
     if "_orig_mod" in module._modules:  # what `torch.compile(module)` gives
-        yield _Slot(module, "forward", fields["forward"], module._modules["_orig_mod"].__call__)
+        yield _Slot(module, "forward", fields["forward"], module.get_submodule("_orig_mod").__call__)
         return
     for name in _FORWARDS:
         # A forward may also have been compiled on the class.

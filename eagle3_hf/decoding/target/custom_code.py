@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from .hook_memory import MODEL_CODE, identity_of, root_package
 
 
-# Hooks of peft are tried, but for those that choose an adapter for each row: activated LoRA counts its positions from
-# the end of each forward.
+# Hooks of peft are tried, but for those that choose an adapter for each sequence: activated LoRA counts its positions
+# from the end of each forward.
 _HOOK_CODE = MODEL_CODE - {"peft"}
 _HOOKS_OF_PEFT = {"_adapter_names_pre_forward_hook"}
 

@@ -1,11 +1,12 @@
-"""Keep one path of a verified tree in a key-value cache of transformers, and drop the rest.
+"""Keep the accepted paths of verified trees in a key-value cache of transformers, and drop the rest.
 
-A verification forward appends one entry per tree node behind the committed ones. `keep_path` moves the accepted nodes'
-entries to the end of the committed ones, in place, and cuts what follows: the cost depends on the path, not on the
-text. Sliding-window layers must not evict while a tree is in the cache; `prepare` sees to that, `finish` undoes it.
+A verification forward appends one entry per tree node behind the committed ones. `keep_paths` moves the accepted
+nodes' entries to the end of each sequence's committed ones, in place, and cuts what follows: the cost depends on the
+paths, not on the text. Sliding-window layers must not evict while a tree is in the cache; `prepare` sees to that,
+`finish` undoes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,40 +19,15 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..output.attentions import KeyColumns
+from ..output.outputs import KeyColumns
 from .static_cache import RoomyLayer, give_back_room, make_room
 
 
-class _Path:
-    """The nodes to keep, with the index of those that have to move, made once per device."""
-
-    def __init__(self, past_length: int, nodes: Sequence[int], num_nodes: int):
-        self.past_length = past_length
-        self.num_nodes = num_nodes
-        self.length = len(nodes)
-        # Leading nodes that already stand where they belong (all of them, when the best chain was accepted).
-        self.first = next((place for place, node in enumerate(nodes) if node != place), self.length)
-        self.moving = list(nodes[self.first :])
-        self._indices: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-    def compact(self, states: torch.Tensor, start: int) -> None:
-        """Move the path's entries of `states` (`(B, heads, slots, head_dim)`) together; the tree begins at `start`."""
-        if not self.moving:
-            return
-        key = (states.device, start)
-        index = self._indices.get(key)
-        if index is None:
-            index = torch.tensor([start + node for node in self.moving], device=states.device)
-            self._indices[key] = index
-        states.narrow(2, start + self.first, len(self.moving)).copy_(states.index_select(2, index))
-
-
-class _RecordingWindowLayer(DynamicSlidingWindowLayer):
-    """
-    A sliding layer that evicts nothing by itself, for transformers before 5.14, whose own cannot be asked to.
+class _TreeWindowLayer(DynamicSlidingWindowLayer):
+    """A sliding layer that evicts nothing by itself; each `keep_paths` cuts it to what a sequence can still see.
 
     It lives between `prepare` and `finish` only, by exchanging the class of the user's layer: the layer stays the same
-    object with the same fields, and each `keep_path` cuts it to the window.
+    object with the same fields.
     """
 
     def update(
@@ -62,110 +38,71 @@ class _RecordingWindowLayer(DynamicSlidingWindowLayer):
         self.cumulative_length += key_states.shape[2]
         return keys, values
 
-
-class _RaggedWindowLayer(_RecordingWindowLayer):
-    """
-    A sliding layer of a batch whose rows end at different slots: it keeps what the shortest row can still see.
-
-    Like its base it lives between `prepare` and `finish` only.
-    """
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        kept = self.keys.shape[2] if self.is_initialized else 0
+        kept = self.keys.shape[2] if self.keys is not None else 0
         return kept + query_length, self.cumulative_length - kept
 
 
-class _Paths:
-    """Several rows' paths: where their entries are, and where they go."""
+class _Moves:
+    """Where the entries of the accepted nodes are, and where they go, by slots.
 
-    def __init__(self, ends: Sequence[int], paths: Sequence[Sequence[int]], num_nodes: int):
-        self.tree_start = max(ends)
-        self.num_nodes = num_nodes
-        self.longest = max(map(len, paths))
-        moves = [
-            _padded_moves(end, path, self.tree_start, self.longest) for end, path in zip(ends, paths, strict=True)
-        ]
-        self._sources = [[source for source, _ in row] for row in moves]
-        self._places = [[place for _, place in row] for row in moves]
+    Args:
+        cache_lens: Committed slots of each sequence.
+        paths: Accepted nodes of each sequence, the root first.
+    """
+
+    def __init__(self, cache_lens: Sequence[int], paths: Sequence[Sequence[int]]):
+        start, longest = max(cache_lens), max(map(len, paths))
+        moves = [_padded_moves(own, path, start, longest) for own, path in zip(cache_lens, paths, strict=True)]
+        # Leading entries often stand where they belong: all of them, where the best chain was accepted.
+        self._count = longest - next(
+            (i for i in range(longest) if any(own[i][0] != own[i][1] for own in moves)), longest
+        )
+        moves = [own[longest - self._count :] for own in moves]
+        self._is_shared = all(own == moves[0] for own in moves)
+        self._sources = [[source for source, _ in own] for own in moves]
+        self._slots = [[slot for _, slot in own] for own in moves]
         self._indices: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def compact(self, states: torch.Tensor, offset: int) -> None:
-        """Move the paths' entries of `states` (`(B, heads, slots, head_dim)`), whose first slot is `offset`."""
-        if not self.longest:
+    def apply(self, states: torch.Tensor, offset: int) -> None:
+        """Move the entries of `states` (B, heads, slots, head_dim), whose first slot is `offset`."""
+        if not self._count:
             return
         key = (states.device, offset)
-        if key not in self._indices:
+        if key not in self._indices:  # once per device
             source = torch.tensor(self._sources, device=states.device) - offset
-            place = torch.tensor(self._places, device=states.device) - offset
-            self._indices[key] = source, place
+            slot = torch.tensor(self._slots, device=states.device) - offset
+            self._indices[key] = source, slot
+        source, slot = self._indices[key]
+        if self._is_shared:
+            states.index_copy_(2, slot[0], states.index_select(2, source[0]))
+            return
         shape = (-1, states.shape[1], -1, states.shape[3])
-        source, place = (index[:, None, :, None].expand(shape) for index in self._indices[key])
-        states.scatter_(2, place, states.gather(2, source))
-
-
-def _padded_moves(end: int, path: Sequence[int], tree_start: int, length: int) -> list[tuple[int, int]]:
-    """From slot to slot for each node of a row's path; shorter paths make their last move several times."""
-    moves = [(tree_start + node, end + i) for i, node in enumerate(path)] or [(tree_start, tree_start)]
-    return moves + moves[-1:] * (length - len(moves))
-
-
-def _keep_dynamic(layer: DynamicLayer, path: _Path) -> None:
-    end = layer.keys.shape[2] - path.num_nodes
-    _check_length(layer.keys.shape[2], path)
-    path.compact(layer.keys, end)
-    path.compact(layer.values, end)
-    layer.keys = layer.keys.narrow(2, 0, end + path.length)
-    layer.values = layer.values.narrow(2, 0, end + path.length)
-
-
-def _keep_sliding(layer: DynamicSlidingWindowLayer, path: _Path) -> None:
-    # The slots before the tree are the last entries of the past, not all of it: count from the end.
-    start = layer.keys.shape[2] - path.num_nodes
-    _check_length(layer.cumulative_length, path)
-    path.compact(layer.keys, start)
-    path.compact(layer.values, start)
-    end = start + path.length
-    begin = max(0, end - (layer.sliding_window - 1))
-    layer.keys = layer.keys.narrow(2, begin, end - begin)
-    layer.values = layer.values.narrow(2, begin, end - begin)
-    layer.cumulative_length = path.past_length + path.length
-
-
-def _keep_static(layer: StaticLayer, path: _Path) -> None:
-    # Buffers keep their addresses (compiled graphs hold them); entries behind the length are overwritten later.
-    path.compact(layer.keys, path.past_length)
-    path.compact(layer.values, path.past_length)
-    layer.cumulative_length.fill_(path.past_length + path.length)
-
-
-def _keep_nothing(layer: Any, path: _Path) -> None:
-    """Layers that read another layer's entries hold none of their own."""
-
-
-def _check_length(found: int, path: _Path) -> None:
-    if found != path.past_length + path.num_nodes:
-        raise ValueError(
-            f"the cache holds {found} entries, but {path.past_length} committed ones and {path.num_nodes} tree nodes "
-            f"make {path.past_length + path.num_nodes}; call `keep_path` once after each verification forward"
+        states.scatter_(
+            2, slot[:, None, :, None].expand(shape), states.gather(2, source[:, None, :, None].expand(shape))
         )
 
 
+def _padded_moves(cache_len: int, path: Sequence[int], tree_start: int, length: int) -> list[tuple[int, int]]:
+    """From slot to slot for each node of a sequence's path; shorter paths make their last move several times."""
+    moves = [(tree_start + node, cache_len + i) for i, node in enumerate(path)] or [(tree_start, tree_start)]
+    return moves + moves[-1:] * (length - len(moves))
+
+
 # By exact class: a subclass stores more than keys and values (quantized residuals, indexer keys, recurrent states).
-_KEEPERS: dict[type, Callable[[Any, _Path], None]] = {
-    DynamicLayer: _keep_dynamic,
-    DynamicSlidingWindowLayer: _keep_sliding,
-    _RecordingWindowLayer: _keep_sliding,
-    _RaggedWindowLayer: _keep_sliding,
-    StaticLayer: _keep_static,
-    RoomyLayer: _keep_static,
+_KNOWN: set[type] = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    _TreeWindowLayer,
+    StaticLayer,
+    RoomyLayer,
 }
-if hasattr(cache_utils, "DummyLayer"):
-    _KEEPERS[cache_utils.DummyLayer] = _keep_nothing
+# Layers that read another layer's entries and hold none of their own.
+_EMPTY = tuple(getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name))
 
 
 def supported(cache: Any) -> str | None:
-    """
-    Why a draft tree cannot be verified on this cache, or `None` if it can.
+    """Why a draft tree cannot be verified on this cache, or `None` if it can.
 
     Known: dynamic and static layers, full or sliding, and layers that share another layer's entries.
     """
@@ -180,7 +117,7 @@ def supported(cache: Any) -> str | None:
 
 def _layer_reason(layer: Any) -> str | None:
     # `prepare` exchanges static windows for the length of a call.
-    if type(layer) in _KEEPERS or type(layer) is StaticSlidingWindowLayer:
+    if type(layer) in (*_KNOWN, *_EMPTY, StaticSlidingWindowLayer):
         return None
     name = type(layer).__name__
     if "Quantized" in name:
@@ -201,7 +138,7 @@ def key_columns(cache: Cache, layer_types: Sequence[str] | None) -> list[KeyColu
     """What plain decoding shows of each layer's keys; layers that share another's are of a kind with it."""
     found: list[KeyColumns] = []
     for index, layer in enumerate(cache.layers):
-        if _KEEPERS.get(type(layer)) is _keep_nothing and layer_types is not None:
+        if type(layer) in _EMPTY and layer_types is not None:
             found.append(found[list(layer_types).index(layer_types[index])])
         elif isinstance(layer, RoomyLayer):
             found.append(KeyColumns(layer.window, layer.original.max_cache_len, from_start=True))
@@ -212,51 +149,43 @@ def key_columns(cache: Cache, layer_types: Sequence[str] | None) -> list[KeyColu
     return found
 
 
-def prepare(cache: Cache, ragged: bool = False, free_slots: int = 0) -> None:
-    """
-    Ask the cache to keep what a rejected tree would have evicted; call it after the prefill, so that the prompt is
-    stored as vanilla stores it.
+def prepare(cache: Cache, free_slots: int = 0) -> None:
+    """Ask the cache to keep what a rejected tree would have evicted.
+
+    To be called after the prefill, so that the prompt is stored as plain decoding stores it.
 
     Args:
-        ragged (`bool`): rows of the batch may come to end at different slots (`keep_paths`).
-        free_slots (`int`): that text and trees may take from here on; static caches need them beforehand.
+        free_slots: Slots that text and trees may take from here on; static caches need them beforehand.
     """
     make_room(cache, free_slots)
     for layer in cache.layers:
-        if type(layer) is not DynamicSlidingWindowLayer:
-            continue
-        if ragged:
-            layer.__class__ = _RaggedWindowLayer
-        elif hasattr(layer, "activate_past_recording"):
-            layer.activate_past_recording()
-        else:
-            layer.__class__ = _RecordingWindowLayer
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.__class__ = _TreeWindowLayer
 
 
 def finish(cache: Cache, kept: bool = True) -> None:
-    """
-    Undo `prepare`: the cache evicts and measures as one that no tree ever entered.
+    """Undo `prepare`: the cache evicts and measures as one that no tree ever entered.
 
     Args:
-        kept (`bool`): whether anybody sees the cache afterwards; else nothing is copied for it.
+        kept: Whether anybody sees the cache afterwards; else nothing is copied for it.
     """
     _wait_for_copies(cache)
     give_back_room(cache, kept)
-    for layer in cache.layers:
+    for layer in _layers(cache):
         kind: type = type(layer)
-        if isinstance(layer, StaticLayer) and layer.is_initialized:
+        if issubclass(kind, StaticLayer) and layer.is_initialized:
             layer.keys[:, :, int(layer.get_seq_length()) :] = 0
             layer.values[:, :, int(layer.get_seq_length()) :] = 0
-            continue
-        if kind in (_RecordingWindowLayer, _RaggedWindowLayer):
+        elif kind is _TreeWindowLayer:
             layer.__class__ = DynamicSlidingWindowLayer
-        elif getattr(layer, "record_past", False):
-            layer.record_past = False
-        else:
-            continue
-        if layer.is_initialized:
-            layer.keys = layer.keys[:, :, 1 - layer.sliding_window :]
-            layer.values = layer.values[:, :, 1 - layer.sliding_window :]
+            if layer.is_initialized:
+                layer.keys = layer.keys[:, :, 1 - layer.sliding_window :]
+                layer.values = layer.values[:, :, 1 - layer.sliding_window :]
+
+
+def _layers(cache: Cache) -> list[Any]:
+    """The layers, whose tensors transformers types as optional."""
+    return cache.layers
 
 
 def _wait_for_copies(cache: Cache) -> None:
@@ -265,62 +194,48 @@ def _wait_for_copies(cache: Cache) -> None:
         torch.accelerator.synchronize()
 
 
-def keep_path(cache: Cache, past_length: int, nodes: Sequence[int], num_nodes: int) -> None:
-    """
-    Keep the entries of `nodes` right behind the committed ones and drop the other nodes', in every layer, in place.
-
-    Args:
-        cache (`Cache`): holds `past_length` committed entries, then `num_nodes` tree entries, of each row.
-        past_length (`int`): committed entries, evicted ones of sliding windows included.
-        nodes (`Sequence[int]`): nodes of the path, ascending; the root (0) first. Batch rows share it.
-        num_nodes (`int`): nodes of the tree that was verified, padding included.
-
-    Raises:
-        `ValueError`: the cache's length is not `past_length + num_nodes`, or a layer's class is not known.
-    """
-    path = _Path(past_length, nodes, num_nodes)
-    _wait_for_copies(cache)
-    for layer in cache.layers:
-        keep = _KEEPERS.get(type(layer))
-        if keep is None:
-            raise ValueError(f"cannot keep a path: {supported(cache)}")
-        if layer.is_initialized:
-            keep(layer, path)
-
-
 def keep_paths(
     cache: Cache,
-    ends: Sequence[int],
+    cache_lens: Sequence[int],
     paths: Sequence[Sequence[int]],
     num_nodes: int,
-    new_ends: Sequence[int],
+    new_lens: Sequence[int],
     needed_from: int,
 ) -> None:
-    """
-    `keep_path` for rows that end at different slots: each row's path moves to the row's own end, in place.
+    """Keep each sequence's path behind its own committed entries, in every layer, in place, and drop the other nodes.
 
     Args:
-        cache (`Cache`): holds each row's committed entries up to its end, and the tree's nodes behind the longest row.
-        ends (`Sequence[int]`): committed slots of each row.
-        paths (`Sequence[Sequence[int]]`): nodes of each row, the root first; empty to keep nothing.
-        num_nodes (`int`): nodes of the tree that was verified, padding included.
-        new_ends (`Sequence[int]`): committed slots of each row from now on; fewer than before takes entries back.
-        needed_from (`int`): no row will end before this slot again; windows may forget what is out of its sight.
+        cache: Holds each sequence's committed entries, and the trees' nodes behind the longest sequence.
+        cache_lens: Committed slots of each sequence, those included that sliding windows have evicted.
+        paths: Accepted nodes of each sequence, ascending, the root (0) first; empty to keep nothing.
+        num_nodes: Nodes of the tree that was verified, padding included.
+        new_lens: Committed slots of each sequence from now on; fewer than before takes entries back.
+        needed_from: No sequence will end before this slot again; windows may forget what is out of its sight.
+
+    Raises:
+        ValueError: the cache's length is not that of the longest sequence and the tree, or a layer's class is not
+            known.
     """
-    moved = _Paths(ends, paths, num_nodes)
+    end = max(cache_lens) + num_nodes
+    moves = _Moves(cache_lens, paths)
     _wait_for_copies(cache)
-    surplus = moved.tree_start + num_nodes - max(new_ends)
-    for layer in cache.layers:
-        if type(layer) not in _KEEPERS:
-            raise ValueError(f"cannot keep paths of several rows: {supported(cache)}")
-        if _has_entries(layer):
-            static = isinstance(layer, StaticLayer)
-            offset = 0 if static else moved.tree_start + num_nodes - layer.keys.shape[2]
-            moved.compact(layer.keys, offset)
-            moved.compact(layer.values, offset)
-            _drop_last(layer, surplus)
-            if isinstance(layer, _RaggedWindowLayer):
-                _forget_unseen(layer, needed_from)
+    for layer in _layers(cache):
+        if type(layer) not in (*_KNOWN, *_EMPTY):
+            raise ValueError(f"cannot keep a path of the tree: {supported(cache)}")
+        if not _has_entries(layer):
+            continue
+        is_static = isinstance(layer, StaticLayer)
+        if not is_static and _slots_held(layer) != end:
+            raise ValueError(
+                f"the cache holds {_slots_held(layer)} entries, but {max(cache_lens)} committed ones and {num_nodes} "
+                f"tree nodes make {end}; call `keep_paths` once after each verification forward"
+            )
+        offset = 0 if is_static else end - layer.keys.shape[2]
+        moves.apply(layer.keys, offset)
+        moves.apply(layer.values, offset)
+        _drop_last(layer, end - max(new_lens))
+        if isinstance(layer, _TreeWindowLayer):
+            _forget_unseen(layer, needed_from)
 
 
 def drop_unfinished(cache: Cache, length: int) -> None:
@@ -345,7 +260,7 @@ def cut(cache: Cache, count: int) -> None:
 
 
 def _has_entries(layer: Any) -> bool:
-    return layer.is_initialized and _KEEPERS.get(type(layer)) is not _keep_nothing
+    return layer.is_initialized and type(layer) not in _EMPTY
 
 
 def _drop_last(layer: Any, count: int) -> None:
@@ -358,7 +273,7 @@ def _drop_last(layer: Any, count: int) -> None:
         layer.cumulative_length -= count
 
 
-def _forget_unseen(layer: _RaggedWindowLayer, needed_from: int) -> None:
+def _forget_unseen(layer: Any, needed_from: int) -> None:
     first = layer.cumulative_length - layer.keys.shape[2]
     unseen = max(0, needed_from - (layer.sliding_window - 1) - first)
     kept = layer.keys.shape[2] - unseen

@@ -1,8 +1,8 @@
 """The target's side of a call: its prefill, its forwards over draft trees, and its cache, of which paths are kept.
 
-Rows of a batch end at different *slots* of the cache, left-aligned: row `b` has its committed entries in slots up to
-`ends[b]`, nodes of a tree stand behind the longest row, and the entries of a row's path are then moved to the row's
-own end. Nothing that is committed ever moves, the cache grows with the longest row, and a slot is a column of the ids.
+Sequences end at different *slots* of the cache, left-aligned: nodes of all trees stand behind the longest sequence,
+and the entries of a sequence's path are then moved to its own end. Nothing that is committed ever moves, the cache
+grows with the longest sequence, and a slot is a column of the ids.
 """
 
 import inspect
@@ -14,13 +14,14 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..output.attentions import KeyColumns
+from ..output.outputs import KeyColumns
+from ..sequence import Batch
 from ..tree import DraftTree
-from . import kv_cache as cache_paths
-from .capability import TREE, Ability, Way
+from . import kv_cache
+from .capability import TREE, Capability, VerifyMode
 from .recurrent_cache import Snapshot, has_entries, require_restorable
 from .static_cache import text_capacity
-from .synced_gpus import Peers
+from .synced_gpus import SyncedGpus
 from .tree_attention import maskable_attention, tree_attention
 
 
@@ -39,12 +40,11 @@ class TargetRun:
         target: Left as it was.
         config: The call's generation config.
         model_kwargs: What `generate` hands to a decoding method.
-        ability: What the target can verify. Of a chain all rows keep equally much.
-        peers: Other processes that take part in every forward.
+        batch: The sequences, whose `cache_len` this keeps.
+        capability: What the target can verify. Of a chain all sequences keep equally much.
+        synced: Other processes that take part in every forward.
 
     Attributes:
-        ends: Committed slots of each row: the root of its next tree stands there.
-        first_end: The same after the prefill.
         capacity: Slots that the text may fill, of a static cache.
         forgets: The model decodes without its past: it has put an empty cache in the place of the call's (Phi-3 at
             its change of frequencies) or writes none (gradient checkpointing in training mode), both in earlier
@@ -56,21 +56,22 @@ class TargetRun:
         target: PreTrainedModel,
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        ability: Ability = TREE,
-        peers: Peers | None = None,
+        batch: Batch,
+        capability: Capability = TREE,
+        synced: SyncedGpus | None = None,
     ):
-        self.target = target
-        self.peers = peers
-        self.ability = ability
-        self.ends: list[int] = []
-        self.first_end = 0
-        self._new_tokens = 0  # the most of this call
+        self.target: Any = target  # torch types attributes of a module as "Tensor or Module"
+        self.synced = synced
+        self.capability = capability
         self.capacity: int | None = None
         self.forgets = False
+        self._batch = batch
+        self._first_len = 0  # slots after the prefill
+        self._new_tokens = 0  # the most of this call
         self._config = config
         self._kwargs = model_kwargs
         self._snapshot: Snapshot | None = None  # of the cache when it held `_cached` slots
-        self._cached = 0  # fewer than `ends` while tokens wait to be fed again
+        self._cached = 0  # fewer than `cache_len` while tokens wait to be fed again
         self._prepared: list[Cache] = []  # to be undone by `finish`
 
     @property
@@ -88,55 +89,55 @@ class TargetRun:
         with every_prompt_token(self.target, self._kwargs):
             outputs = self.target._prefill(prompt, self._config, self._kwargs)
         cache = outputs[CACHE_KEY]
-        rows = outputs.logits.shape[0]
         self._kwargs = self.target._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
         seen = self._tokens_seen(prompt)
-        self.first_end = self._cached = int(cache.get_seq_length()) if has_entries(cache) else seen
-        self.ends = [self.first_end] * rows
+        self._first_len = self._cached = int(cache.get_seq_length()) if has_entries(cache) else seen
         self._new_tokens = self._config.max_length - prompt.shape[1] if self._config.max_length else 0
         exchanged = given is not None and cache is not given
-        self.forgets = self.first_end < seen and (exchanged or not self.first_end)
-        if self.ability.restores:
+        self.forgets = self._first_len < seen and (exchanged or not self._first_len)
+        self._find_root_positions(outputs.logits.device)
+        if self.capability.restores:
             require_restorable(cache)
         else:
-            cache_paths.require_supported(cache)
+            kv_cache.require_supported(cache)
             self.capacity = text_capacity(cache)
             if self.capacity is not None:
-                text_slots = min(text_slots, self.capacity - self.first_end)
+                text_slots = min(text_slots, self.capacity - self._first_len)
             self._prepare(cache, text_slots + tree_slots)
-        self._root_positions = self._find_root_positions(rows, outputs.logits.device)
-        # On the host once and for all: it is asked for in every round.
-        places = self._root_positions.reshape(-1, *self._root_positions.shape[-2:]).amax((0, -1))
-        self._root_places = places.expand(rows).tolist()
         return outputs
 
     def _tokens_seen(self, prompt: torch.Tensor) -> int:
         """For caches of states alone, which do not count."""
-        mask, embeds = self._kwargs.get("attention_mask"), self._kwargs.get("inputs_embeds")
+        mask = self._kwargs.get("attention_mask")
         if mask is not None:
             return mask.shape[1] - 1
-        return prompt.shape[1] or embeds.shape[1]
+        return prompt.shape[1] or self._kwargs["inputs_embeds"].shape[1]
 
-    def _find_root_positions(self, rows: int, device: torch.device) -> torch.Tensor:
+    def _find_root_positions(self, device: torch.device) -> None:
         """(..., B, 1) positions of the first roots; counted, for models that take none."""
         positions, mask = self._kwargs.get("position_ids"), self._kwargs.get("attention_mask")
         if positions is not None:
-            return positions[..., -1:]
-        if mask is not None:
-            return mask.sum(-1, keepdim=True) - 1
-        return torch.full((rows, 1), self.first_end, device=device)
+            self._root_positions = positions[..., -1:]
+        elif mask is not None:
+            self._root_positions = mask.sum(-1, keepdim=True) - 1
+        else:
+            self._root_positions = torch.full((len(self._batch), 1), self._first_len, device=device)
+        # On the host once and for all: they are asked for in every round.
+        largest = self._root_positions.reshape(-1, *self._root_positions.shape[-2:]).amax((0, -1))
+        for sequence, position in zip(self._batch, largest.expand(len(self._batch)).tolist(), strict=True):
+            sequence.start(self._first_len, position)
 
     def _prepare(self, cache: Cache, free_slots: int = 0) -> None:
         """Trees, or chains, are to enter the cache; one that has lost the past gets neither."""
         if not self.forgets:
             self._prepared.append(cache)
-            cache_paths.prepare(cache, len(self.ends) > 1 and self.ability.way is Way.TREE, free_slots)
+            kv_cache.prepare(cache, free_slots)
 
     def finish(self) -> None:
         """Every cache that was prepared is again one that no tree ever entered."""
         while self._prepared:
             cache = self._prepared.pop()
-            cache_paths.finish(cache, bool(self._config.return_dict_in_generate) or _is_brought(cache))
+            kv_cache.finish(cache, bool(self._config.return_dict_in_generate) or _is_brought(cache))
 
     @property
     def cache_is_seen(self) -> bool:
@@ -150,44 +151,37 @@ class TargetRun:
 
     def key_columns(self) -> list[KeyColumns]:
         """What plain decoding would show of each layer's keys."""
-        return cache_paths.key_columns(self.cache, getattr(self.target.config.get_text_config(), "layer_types", None))
+        return kv_cache.key_columns(self.cache, getattr(self.target.config.get_text_config(), "layer_types", None))
 
-    def position_of_root(self, row: int) -> int:
-        """The next root's position: the largest of several axes, where a model has those."""
-        return self._root_places[row] + self.ends[row] - self.first_end
+    # ----- forwards -------------------------------------------------------------------------------------------------
 
-    def verify(self, tree: DraftTree, committed: torch.Tensor):
-        """The forward over the tree's nodes, each seeing its row's past and its own ancestors.
-
-        Args:
-            tree: (B, N) trees.
-            committed: (B, T) ids of all columns before the nodes'.
-        """
-        if self.ability.way is not Way.TREE:
+    def verify(self, tree: DraftTree):
+        """The forward over the nodes (B, N) of each sequence's tree, which see its past and their own ancestors."""
+        committed = self._batch.cached_ids()
+        if self.capability.mode is not VerifyMode.TREE:
             return self._verify_chain(tree.tokens, committed)
         tokens = tree.tokens.to(committed.device)
-        num_nodes, longest = tokens.shape[1], max(self.ends)
         kwargs = self._tree_kwargs(tree.depths)
         ids = torch.cat([committed, tokens], dim=1)
-        uniform = min(self.ends) == longest
-        if num_nodes == 1 and uniform:
-            outputs = self._forward(ids, 1, kwargs)
-        else:
-            past = longest if uniform else torch.tensor(self.ends, device=tree.tokens.device)
-            with maskable_attention(self.target), tree_attention(tree.ancestors, tree.depths, past) as active:
-                outputs = self._forward(ids, num_nodes, kwargs)
-            if not active.used:
-                raise ValueError(
-                    f"{type(self.target).__name__} makes its attention masks outside transformers' mask functions, so "
-                    "it cannot verify a draft tree: generate without assistant_model"
-                )
+        if tokens.shape[1] == 1 and self._batch.is_even:
+            return self._forward(ids, 1, kwargs)
+        past: int | torch.Tensor = self._batch.longest
+        if not self._batch.is_even:
+            past = torch.tensor(self._batch.cache_lens, device=tree.tokens.device)
+        with maskable_attention(self.target), tree_attention(tree.ancestors, tree.depths, past) as active:
+            outputs = self._forward(ids, tokens.shape[1], kwargs)
+        if not active.used:
+            raise ValueError(
+                f"{type(self.target).__name__} makes its attention masks outside transformers' mask functions, so "
+                "it cannot verify a draft tree: generate without assistant_model"
+            )
         return outputs
 
     def _verify_chain(self, tokens: torch.Tensor, committed: torch.Tensor):
-        """A few tokens more of each row's text, in one plain forward; behind those that the cache still lacks."""
-        if self.ends[0] - self._cached > _MOST_FED_AGAIN:
+        """A few tokens more of each sequence, in one plain forward; behind those that the cache still lacks."""
+        if self._batch.longest - self._cached > _MOST_FED_AGAIN:
             self.catch_up(committed)
-        if self.ability.restores and self._snapshot is None:
+        if self.capability.restores and self._snapshot is None:
             self._snapshot = Snapshot(self.cache)
         count = tokens.shape[1]
         outputs = self._forward_chain(torch.cat([committed, tokens.to(committed.device)], dim=1), count)
@@ -197,61 +191,66 @@ class TargetRun:
 
     def _forward_chain(self, ids: torch.Tensor, count: int):
         """All of `ids` (B, T) that the cache lacks, the last `count` of which are not committed."""
-        depths = torch.arange(count, device=ids.device).expand(len(self.ends), -1)
-        again = self.ends[0] - self._cached
+        depths = torch.arange(count, device=ids.device).expand(len(self._batch), -1)
+        again = self._batch.longest - self._cached
         return self._forward(ids, again + count, self._tree_kwargs(depths), logits=max(1, count))
 
     def catch_up(self, committed: torch.Tensor) -> None:
         """Feed the cache the committed tokens (B, T) that a restored one still lacks."""
-        if self.ability.restores and self._cached < self.ends[0]:
+        if self.capability.restores and self._cached < self._batch.longest:
             self._forward_chain(committed, 0)
-            self._cached, self._snapshot = self.ends[0], None
+            self._cached, self._snapshot = self._batch.longest, None
 
-    def keep(self, paths: list[list[int]], num_nodes: int, new_ends: list[int], needed_from: int) -> None:
-        """Keep each row's path behind its own end, or less than was there, and drop the rest.
+    # ----- the cache ------------------------------------------------------------------------------------------------
+
+    def keep(self, paths: list[list[int]], num_nodes: int, new_lens: list[int], needed_from: int) -> None:
+        """Keep each sequence's path behind its own end, or less than was there, and drop the rest.
 
         Args:
-            paths: Nodes of each row, the root first.
+            paths: Nodes of each sequence, the root first.
             num_nodes: Nodes of the tree, padding included.
-            new_ends: Committed slots of each row from now on.
+            new_lens: `cache_len` of each sequence from now on.
             needed_from: Windows may forget what no slot from here on can see.
         """
         if self.forgets:
-            self._cached, self._snapshot = new_ends[0], None  # one token was run, and nothing is to be undone
-        elif self.ability.way is not Way.TREE:
-            self._keep_chain(num_nodes, new_ends)
-        elif len(paths) == 1 and new_ends[0] == self.ends[0] + len(paths[0]):
-            cache_paths.keep_path(self.cache, self.ends[0], paths[0], num_nodes)
+            self._cached, self._snapshot = new_lens[0], None  # one token was run, and nothing is to be undone
+        elif self.capability.mode is not VerifyMode.TREE:
+            self._keep_chain(num_nodes, new_lens)
         else:
-            cache_paths.keep_paths(self.cache, self.ends, paths, num_nodes, new_ends, needed_from)
-        self.ends = new_ends
+            kv_cache.keep_paths(self.cache, self._batch.cache_lens, paths, num_nodes, new_lens, needed_from)
+        self._set_lens(new_lens)
 
-    def _keep_chain(self, num_nodes: int, new_ends: list[int]) -> None:
-        if min(new_ends) != max(new_ends):
-            raise ValueError(f"rows of chains must end at the same slot, got {new_ends}")
-        kept = new_ends[0] - self.ends[0]
-        if kept < 0:
-            raise ValueError(f"chains take back no committed tokens, but would end at {new_ends[0]} < {self.ends[0]}")
-        if not self.ability.restores:
-            cache_paths.keep_path(self.cache, self.ends[0], range(kept), num_nodes)
-            self._cached = new_ends[0]
-        elif kept == num_nodes:
-            self._cached, self._snapshot = new_ends[0], None
-        else:
+    def _keep_chain(self, num_nodes: int, new_lens: list[int]) -> None:
+        if min(new_lens) != max(new_lens):
+            raise ValueError(f"sequences that verify chains must end at the same slot, got {new_lens}")
+        old, new = self._batch.longest, new_lens[0]
+        if new < old:
+            raise ValueError(f"chains take back no committed tokens, but would end at {new} < {old}")
+        if not self.capability.restores:
+            nodes = [list(range(new - old))] * len(new_lens)
+            kv_cache.keep_paths(self.cache, self._batch.cache_lens, nodes, num_nodes, new_lens, new)
+            self._cached = new
+        elif new - old == num_nodes:
+            self._cached, self._snapshot = new, None
+        elif self._snapshot is not None:
             self._snapshot.restore(self.cache)
 
     def cut(self, end: int) -> None:
-        """Cut the cache to `end` slots in every row."""
-        if max(self.ends) > end and not self.forgets:
-            cache_paths.cut(self.cache, max(self.ends) - end)
-        self.ends = [end] * len(self.ends)
+        """Cut the cache to `end` slots in every sequence."""
+        if self._batch.longest > end and not self.forgets:
+            kv_cache.cut(self.cache, self._batch.longest - end)
+        self._set_lens([end] * len(self._batch))
+
+    def _set_lens(self, lens: list[int]) -> None:
+        for sequence, length in zip(self._batch, lens, strict=True):
+            sequence.cache_len = length
 
     def _forward(self, ids: torch.Tensor, num_nodes: int, kwargs: dict[str, Any], logits: int | None = None):
         inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=num_nodes, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_nodes if logits is None else logits
-        if self.peers is not None:
-            self.peers.announce()
+        if self.synced is not None:
+            self.synced.announce()
         try:
             outputs = self.target(**inputs, return_dict=True)
         except BaseException:
@@ -265,7 +264,7 @@ class TargetRun:
         if self._snapshot is not None:
             self._snapshot.restore(self.cache)
         elif self._prepared:
-            cache_paths.drop_unfinished(self.cache, max(self.ends))
+            kv_cache.drop_unfinished(self.cache, self._batch.longest)
 
     def overflow(self, committed: torch.Tensor) -> NoReturn:
         """Go on with a text that fills its static cache, as plain decoding does, once `finish` has put the cache back.
@@ -275,11 +274,11 @@ class TargetRun:
         """
         message = (
             f"the static cache has {self.capacity} slots, all of which the text fills, and the text goes on: pass one "
-            f"with a max_cache_len of at least {self.first_end + self._new_tokens - 1}, or a smaller max_new_tokens"
+            f"with a max_cache_len of at least {self._first_len + self._new_tokens - 1}, or a smaller max_new_tokens"
         )
         if self.target.device.type == "cpu":  # an accelerator would not survive the write
             try:
-                first = torch.zeros(len(self.ends), 1, dtype=torch.int64, device=committed.device)
+                first = torch.zeros(len(self._batch), 1, dtype=torch.int64, device=committed.device)
                 self._forward(committed, 1, self._tree_kwargs(first))
             except IndexError as error:
                 raise IndexError(message) from error
@@ -291,7 +290,7 @@ class TargetRun:
             return
         self.finish()
         self._kwargs[CACHE_KEY] = used
-        self.forgets = int(used.get_seq_length()) < max(self.ends) + num_nodes
+        self.forgets = int(used.get_seq_length()) < self._batch.longest + num_nodes
         self._prepare(used)
 
     def _tree_kwargs(self, depths: torch.Tensor) -> dict[str, Any]:
@@ -302,18 +301,18 @@ class TargetRun:
         """
         kwargs, num_nodes = dict(self._kwargs), depths.shape[1]
         roots, device = self._root_positions, self._root_positions.device
-        ahead = torch.tensor([[end - self.first_end] for end in self.ends], device=device, dtype=roots.dtype)
+        ahead = torch.tensor([[sequence.root_step] for sequence in self._batch], device=device, dtype=roots.dtype)
         # Those of the past too, for a model that runs the whole text again.
-        since = roots + torch.arange(max(self.ends) - self.first_end, device=device, dtype=roots.dtype)
+        since = roots + torch.arange(self._batch.new_slots, device=device, dtype=roots.dtype)
         nodes = roots + ahead + depths.to(device, roots.dtype)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = torch.cat([kwargs["position_ids"][..., :-1], since, nodes], dim=-1)
         mask = kwargs.get("attention_mask")
         if mask is not None:
             kwargs["attention_mask"] = self._mask(mask, num_nodes)
-        elif min(self.ends) != max(self.ends):
+        elif not self._batch.is_even:
             kwargs["attention_mask"] = self._mask(self._full_mask(device), num_nodes)
-        grown = max(self.ends) + num_nodes - self.first_end - 1
+        grown = self._batch.new_slots + num_nodes - 1
         for name in ("token_type_ids", "mm_token_type_ids"):
             types = kwargs.get(name)
             if types is not None:
@@ -324,13 +323,12 @@ class TargetRun:
         return kwargs
 
     def _full_mask(self, device: torch.device) -> torch.Tensor:
-        return torch.ones(len(self.ends), self.first_end + 1, dtype=torch.int64, device=device)
+        return torch.ones(len(self._batch), self._first_len + 1, dtype=torch.int64, device=device)
 
     def _mask(self, mask: torch.Tensor, num_nodes: int) -> torch.Tensor:
-        """(B, slots and nodes): a row sees nothing between its own end and the nodes."""
-        longest = max(self.ends)
-        slots = torch.arange(self.first_end, longest, device=mask.device)
-        own = slots < torch.tensor(self.ends, device=mask.device)[:, None]
+        """(B, slots and nodes): a sequence sees nothing between its own end and the nodes."""
+        slots = torch.arange(self._first_len, self._batch.longest, device=mask.device)
+        own = slots < torch.tensor(self._batch.cache_lens, device=mask.device)[:, None]
         nodes = mask.new_ones(mask.shape[0], num_nodes)
         return torch.cat([mask[:, : mask.shape[1] - 1], own.to(mask.dtype), nodes], dim=-1)
 

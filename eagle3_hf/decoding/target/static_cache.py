@@ -25,12 +25,13 @@ class RoomyLayer(StaticLayer):
 
     def __init__(self, original: StaticLayer, slots: int):
         super().__init__(max_cache_len=slots)
-        self.original = original
+        self.original: Any = original
         self.window = original.max_cache_len if isinstance(original, StaticSlidingWindowLayer) else None
         self._given = int(original.get_seq_length())
         if self._given:
             original.prefetch()
-            self.update(self._all_slots(original.keys), self._all_slots(original.values))
+            given: Any = original
+            self.update(self._all_slots(given.keys), self._all_slots(given.values))
 
     def _all_slots(self, states: torch.Tensor) -> torch.Tensor:
         """The entries at their own slots; those that a window has evicted are zeros, which no mask shows."""
@@ -43,12 +44,14 @@ class RoomyLayer(StaticLayer):
         if length == self._given:
             return
         self.original.prefetch()
+        keys: Any = self.keys
+        values: Any = self.values
         device = self.original.keys.device if self.original.is_initialized else self.device
         # A window fills up first and rolls then, as it would token by token: its length is counted in two ways.
         full = min(length, max(self._given, self.original.max_cache_len))
         for new in (slice(self._given, full), slice(full, length)):
             if new.stop > new.start:
-                self.original.update(self.keys[:, :, new].to(device), self.values[:, :, new].to(device))
+                self.original.update(keys[:, :, new].to(device), values[:, :, new].to(device))
 
 
 def text_capacity(cache: Any) -> int | None:
@@ -56,7 +59,7 @@ def text_capacity(cache: Any) -> int | None:
     return min((layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer), default=None)
 
 
-def has_shortened_windows(cache: Any, windows: Iterable[int], length: int) -> bool:
+def has_shortened_windows(cache: Any, windows: Iterable[int | None], length: int) -> bool:
     """
     Whether static windows of `cache` are shorter than those of the model's masks, so that a text of `length` slots
     shows it.

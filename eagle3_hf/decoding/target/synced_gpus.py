@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ...model.modeling_eagle3 import Eagle3DraftModel
 
 
-class Peers:
+class SyncedGpus:
     """The other processes of a `generate` call with `synced_gpus=True`.
 
     Args:
@@ -30,7 +30,7 @@ class Peers:
         self._sum_of_flags(1.0)
 
     @torch.no_grad()
-    def see_off(self) -> None:
+    def run_along(self) -> None:
         """Behind the last forward: run along with those that are still at work."""
         while self._sum_of_flags(0.0).item():
             self._target(input_ids=self._token, use_cache=False)
@@ -41,9 +41,9 @@ class Peers:
         return flag
 
 
-def peers_of(
+def synced_gpus_of(
     target: PreTrainedModel, draft: Eagle3DraftModel, input_ids: torch.Tensor, synced_gpus: bool | None
-) -> Peers | None:
+) -> SyncedGpus | None:
     """`None` where this process generates for itself.
 
     Raises:
@@ -61,7 +61,7 @@ def peers_of(
                 f"the {name} of {type(target).__name__} is spread over {dist.get_world_size()} processes, and this "
                 "head borrows it: use a head with one of its own, or leave that layer whole in every process"
             )
-    return Peers(target, input_ids)
+    return SyncedGpus(target, input_ids)
 
 
 def _is_spread(module: nn.Module) -> bool:

@@ -35,7 +35,7 @@ class ActiveTree:
         self.used = False
         self._ancestors = ancestors
         if isinstance(past_length, torch.Tensor):
-            # Rows end at different slots, their nodes stand behind the longest one.
+            # Sequences end at different slots, their nodes stand behind the longest one.
             self._first: int | torch.Tensor = past_length.max()
             self._ends: torch.Tensor | None = past_length.to(ancestors.device)
         else:
@@ -52,18 +52,18 @@ class ActiveTree:
         positions = self._positions.to(device)
         first = self._first.to(device) if isinstance(self._first, torch.Tensor) else self._first
         visible, kv_positions = self._columns(positions, first, kv_offset, kv_length)
-        last_row, last_column = visible.shape[1] - 1, kv_length - 1
+        last_query, last_column = visible.shape[1] - 1, kv_length - 1
 
         def tree_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
-            row = (q_idx - first).clamp(0, last_row)
+            query = (q_idx - first).clamp(0, last_query)
             if kv_idx.dim() == 4:
                 # All indices at once, broadcasting: the tables as they are, no lookup per pair.
                 allowed, kv_position = visible[:, None], kv_positions[:, None, None]
             else:
                 # One pair at a time (under vmap: flex, or masks with a user's overlay).
                 column = (kv_idx - kv_offset).clamp(0, last_column)
-                allowed, kv_position = visible[batch_idx, row, column], kv_positions[batch_idx, column]
-            return allowed & mask_function(batch_idx, head_idx, positions[batch_idx, row], kv_position)
+                allowed, kv_position = visible[batch_idx, query, column], kv_positions[batch_idx, column]
+            return allowed & mask_function(batch_idx, head_idx, positions[batch_idx, query], kv_position)
 
         return tree_mask
 
@@ -103,8 +103,8 @@ def tree_attention(
     Args:
         tree_ancestors (`torch.Tensor` of shape `(B, N, N)`, bool): `DraftTree.ancestors`.
         depths (`torch.Tensor` of shape `(B, N)`, int64): `DraftTree.depths`.
-        past_length (`int` or `torch.Tensor` of shape `(B,)`): committed slots of the cache, per row if they differ;
-            the nodes stand behind the longest row.
+        past_length (`int` or `torch.Tensor` of shape `(B,)`): committed slots of the cache, per sequence if they
+            differ; the nodes stand behind the longest one.
 
     Yields:
         `ActiveTree`, whose `used` tells after the forward whether the tree reached any mask.

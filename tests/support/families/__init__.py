@@ -118,3 +118,34 @@ def prompt(length: int, seed: int = 0, rows: int = 1, vocab_size: int = VOCAB_SI
     """Random ids `(rows, length)`, without the pad token 0."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, vocab_size, (rows, length), generator=generator)
+
+
+def deepseek(**overrides) -> PreTrainedModel:
+    """A target with latent attention."""
+    config = AutoConfig.for_model(
+        "deepseek_v3",
+        kv_lora_rank=24,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        q_lora_rank=20,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+        **overrides,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

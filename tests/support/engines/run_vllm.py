@@ -1,6 +1,6 @@
 """Run in an interpreter that has vLLM 0.33, on a CPU: its config classes and its draft models on heads that we wrote.
 
-    python engine_vllm.py FOLDER
+    python run_vllm.py FOLDER
 
 FOLDER holds `inputs.safetensors` and `jobs.json` (`load`: folders of heads). Each head's folder gets
 `outputs.safetensors` (its logits for a prompt and a chain) and `outputs.json` (what the engine made of its config).
@@ -16,7 +16,7 @@ import torch
 import vllm.platforms
 from vllm.platforms.cpu import CpuPlatform
 
-from support.engine_parts import Bag, PlainAttention, fill_with_nan
+from support.engines.parts import Bag, PlainAttention, fill_with_nan
 
 
 vllm.platforms._current_platform = CpuPlatform()

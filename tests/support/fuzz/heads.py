@@ -1,4 +1,4 @@
-"""Sound heads to damage: one of each dialect and kind of layer, with the config that loading must arrive at."""
+"""Sound heads to damage: one of each format and kind of layer, with the config that loading must arrive at."""
 
 import json
 import re

@@ -1,8 +1,8 @@
 """Run in an interpreter that has SGLang 0.5.23, on a CPU: its config class and its draft model on heads that we wrote.
 
-    python engine_sglang.py FOLDER
+    python run_sglang.py FOLDER
 
-FOLDER and the outputs are as in `engine_vllm.py`. Everything is SGLang's own but the attention kernel, which needs a
+FOLDER and the outputs are as in `run_vllm.py`. Everything is SGLang's own but the attention kernel, which needs a
 GPU: a plain one stands in for it.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from support.engine_parts import Bag, PlainAttention, fill_with_nan
+from support.engines.parts import Bag, PlainAttention, fill_with_nan
 
 
 # Without a GPU it looks for a kernel here, which is not called below.

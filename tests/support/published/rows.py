@@ -1,4 +1,4 @@
-"""The table of published heads: one row for each dialect and each peculiarity that is known (see `published`)."""
+"""The table of published heads: one row for each format and each peculiarity that is known (see `published`)."""
 
 from dataclasses import replace
 
@@ -108,7 +108,7 @@ SPECFORGE = [
         "SpecForge, rope under both keys",
         "Qwen3-30B-A3B-Instruct-2507, Qwen3-Coder-30B-A3B-Instruct",
         "SpecForge",
-        "`rope_parameters` beside `rope_theta`, the same values",
+        "`rope_parameters` and `rope_theta` with the same values",
         QWEN_30B,
         (
             "lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex",
@@ -154,7 +154,7 @@ SPECFORGE = [
         "SpecForge, Llama 4",
         "Llama-4-Scout-17B-16E-Instruct",
         "SpecForge",
-        "nothing special; no layers named",
+        "no layers named",
         Shape(5120, 32768, 40, 8, 128, vocab=202048, target_layers=48),
         ("lmsys/sglang-EAGLE3-Llama-4-Scout-17B-16E-Instruct-v1",),
     ),
@@ -193,7 +193,7 @@ SPECFORGE = [
         "SpecForge, Phi",
         "phi-4 (a config of the trainer's)",
         "SpecForge",
-        "`model_type` phi3, but the same head",
+        "`model_type` phi3, with the same head",
         Shape(5120, 17920, 40, 10, 128, vocab=100352, target_layers=40),
         config={"model_type": "phi3", "rope_theta": 250000.0},
         rope=rope(250000.0),
@@ -280,7 +280,7 @@ SPECFORGE = [
         ("AvitoTech/avibe-eagle",),
         config={"num_hidden_layers": 36, "rope_theta": 1000000},
         rope=rope(1000000.0),
-        notes=("num_hidden_layers 36, its tensors are of 1",),
+        notes=("num_hidden_layers 36, but it has tensors of 1",),
     ),
     Row(
         "Community, plain",
@@ -338,7 +338,7 @@ SPECULATORS = [
         "speculators 0.9",
         "Llama-3.1-8B-Instruct",
         "speculators",
-        "every flag spelt out, `rope_parameters` inside the layer's config, top-level `hidden_states` indices",
+        "every flag is written, `rope_parameters` inside the layer's config, top-level `hidden_states` indices",
         LLAMA_8B,
         style="speculators",
         config={IDS: [2, 16, 29]},
@@ -429,7 +429,7 @@ SPECULATORS = [
     ),
     Row(
         "speculators, bias without output bias",
-        "any (a layer in the manner of Qwen2)",
+        "any (a layer as in Qwen2)",
         "speculators",
         "biases of q, k, v and none of o",
         LLAMA_8B,
@@ -510,7 +510,7 @@ SPECULATORS = [
         "speculators, the verifier's weights",
         "any",
         "speculators",
-        "copies of the target's output layer and norm, and a rotary table, that no draft reads",
+        "copies of the target's output layer and norm, and a rotary table, which no draft reads",
         LLAMA_8B,
         style="speculators",
         config={IDS: [2, 16, 29]},
@@ -824,7 +824,7 @@ OTHERS = [
         "MLA, NVIDIA",
         "Kimi-K2-Thinking, Kimi-K2.5 (Thinking)",
         "MLA",
-        "no embedding; keys of the target's mixture of experts that mean nothing to a head",
+        "no embedding; keys of the target's mixture of experts, which have no meaning for a head",
         KIMI_MLA,
         ("nvidia/Kimi-K2-Thinking-Eagle3", "nvidia/Kimi-K2.5-Thinking-Eagle3"),
         config={
@@ -872,7 +872,7 @@ OTHERS = [
     ),
     Row(
         "MLA, queries of full rank",
-        "any (DeepSeek-V2-Lite's manner)",
+        "any (as DeepSeek-V2-Lite)",
         "MLA",
         "`q_lora_rank: null`: one `q_proj` for the queries; a draft vocabulary with its map",
         replace(QWEN_8B, kv_heads=32, mla=replace(KIMI_MLA.mla, q_lora=None)),
@@ -957,7 +957,7 @@ REFUSED = [
         "P-EAGLE of SpecForge",
         "Qwen3-8B (a config of the trainer's)",
         "SpecForge",
-        "the same; told by its tensor `mask_hidden`",
+        "the same; recognised by its tensor `mask_hidden`",
         replace(QWEN_8B, layers=4),
         config={"architectures": ["PEagleDraftModel"]},
         layer="layers.{}",
@@ -1053,7 +1053,7 @@ REFUSED = [
         "Quantised",
         "Kimi-K2.5",
         "TorchSpec",
-        "numbers of eight bits with scales beside them",
+        "weights of eight bits with scales",
         KIMI,
         ("amd/kimi-k2.5-eagle3-fp8",),
         config={"quantization_config": {"quant_method": "quark"}},
@@ -1114,7 +1114,7 @@ REFUSED = [
         "Tied to its own embedding",
         "any",
         "AngelSlim",
-        "`tie_word_embeddings: true`, an embedding and no `lm_head`: tied to which embedding?",
+        "`tie_word_embeddings: true`, an embedding and no `lm_head`: it is not known to which embedding it is tied",
         replace(QWEN_4B, draft_vocab=151936),
         config={"tie_word_embeddings": True, "rope_theta": 1000000},
         embed=True,
@@ -1127,7 +1127,7 @@ REFUSED = [
         "A draft vocabulary without its map",
         "any",
         "TorchSpec",
-        "no `d2t`: nobody knows which tokens its 32000 rows are",
+        "no `d2t`: it is not known which tokens its 32000 draft ids are",
         QWEN_8B,
         config={"rope_theta": 1000000},
         embed=True,

@@ -1,6 +1,6 @@
 """Run in the interpreter that has speculators 0.9: its own forward on heads that we wrote, and heads of its own.
 
-    python engine_speculators.py FOLDER
+    python run_speculators.py FOLDER
 
 FOLDER holds `inputs.safetensors` (features of each width, input_ids, target ids of the draft vocabulary), `jobs.json`
 (`load`: folders of heads; `save`: folder -> settings of heads to make) and the folder `target`. Each head's folder

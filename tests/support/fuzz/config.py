@@ -6,7 +6,7 @@ import math
 import random
 from typing import Any
 
-from support.fuzz_heads import FIELDS, IDS
+from support.fuzz.heads import FIELDS, IDS
 
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_type", "type", "factor", "partial_rotary_factor")
@@ -250,7 +250,7 @@ def raw_config(case) -> None:
     case.story.append(f"config.json is {raw[:20]!r}... of {len(raw)} bytes")
 
 
-GENERATION = ("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k", "assistant_known_noise")
+GENERATION = ("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k", "assistant_coupled_sampling")
 GENERATION += ("max_new_tokens", "temperature", "do_sample", "eos_token_id", "cache_implementation", "num_beams", "x")
 GENERATION += (
     "watermarking_config",

@@ -1,4 +1,4 @@
-"""Published heads, one row for each dialect and peculiarity: their folders, and what we must make of them.
+"""Published heads, one row for each format and peculiarity: their folders, and what we must make of them.
 
 A row is written down as its publisher writes it (names, config keys, what is left out) together with the canonical
 fields that loading must arrive at. `docs/heads.md` shows the same rows. Each row comes in two sizes:
@@ -105,7 +105,7 @@ class Row:
 
     Attributes:
         name: Short, unique; the id of its tests.
-        target, repos, dialect, peculiarity: What `docs/heads.md` says of it. No repository where none is public.
+        target, repos, format, peculiarity: What `docs/heads.md` says of it. No repository where none is public.
         shape: As published.
         config: What its `config.json` says beyond the sizes; `...` leaves a usual key out. `tiny_config` on top of it
             for the tiny size, where layer ids and rotary sections must be others.
@@ -122,7 +122,7 @@ class Row:
 
     name: str
     target: str
-    dialect: str
+    format: str
     peculiarity: str
     shape: Shape
     repos: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Ways to damage a head: its tensors and the bytes of its files (its configs: `fuzz_config`), and a table of all."""
+"""Ways to damage a head: its tensors and the bytes of its files (its configs: `config`), and a table of all."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from support import fuzz_config as config
 from support.families import VOCAB_SIZE
+from support.fuzz import config
 
 
 # ----- the tensors ---------------------------------------------------------------------------------------------------

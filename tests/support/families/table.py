@@ -1,8 +1,8 @@
 """What each family of targets can verify, and how exactly: the numbers behind docs/families.md.
 
-`python tests/support/families_table.py` measures every family and writes the page; with names as arguments it prints
-their rows alone. Both sides are `generate`'s own forwards: a tree, or a chain, that the draft is made to propose,
-against plain decoding forced along each of its paths.
+`PYTHONPATH=.:tests python -m support.families.table` measures every family and writes the page; with names as
+arguments it prints their rows alone. Both sides are `generate`'s own forwards: a tree, or a chain, that the draft is
+made to propose, against plain decoding forced along each of its paths.
 """
 
 import sys
@@ -16,19 +16,19 @@ import torch
 from transformers import PreTrainedModel
 
 from eagle3_hf.decoding.loop import SpeculativeDecoding
-from eagle3_hf.decoding.target.capability import Way
-from eagle3_hf.decoding.target.capability_probe import ability_of
+from eagle3_hf.decoding.target.capability import VerifyMode
+from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.runner import CACHE_KEY, TargetRun
 from eagle3_hf.decoding.tree import DraftTree
 from support.drafts import new_draft, padded, set_tree
 from support.families import FAMILIES
-from support.more_families import CHAINS, PLAIN, TREES, tiny_other
-from support.vision_families import CONFIGS as VISION
-from support.vision_families import image_prompt, tiny_vision
+from support.families.others import CHAINS, PLAIN, TREES, tiny_other
+from support.families.vision import CONFIGS as VISION
+from support.families.vision import image_prompt, tiny_vision
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-BEGIN, END = "<!-- table: written by tests/support/families_table.py -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- table: written by tests/support/families/table.py -->", "<!-- end of the table -->"
 NEW_TOKENS, SEEDS = 24, 4
 # Ten nodes: branches of unequal length, siblings far apart, so that a node's slot is not its position.
 TREE_PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 6, 7]
@@ -45,7 +45,7 @@ class Row:
     target: str
     attention: str
     layers: str
-    way: Way
+    mode: VerifyMode
     difference: float | None = None
     restores: bool = False
     equal: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Row:
 
     def cells(self) -> list[str]:
         difference = "" if self.difference is None else f"{self.difference:.0e}"
-        cells = [self.family, self.target, self.attention, self.layers, self.way.value, difference]
+        cells = [self.family, self.target, self.attention, self.layers, self.mode.value, difference]
         return [*cells, *(self.equal.get(name, "") for name in COLUMNS)]
 
 
@@ -87,20 +87,20 @@ def inputs_of(name: str, rows: int, seed: int) -> dict[str, torch.Tensor]:
 
 def measure(name: str) -> Row:
     target = build(name)
-    ability = ability_of(target)
+    capability = capability_of(target)
     row = Row(
-        name, type(target).__name__, target.config.get_text_config()._attn_implementation, "", ability.way,
-        restores=ability.restores,
+        name, type(target).__name__, target.config.get_text_config()._attn_implementation, "", capability.mode,
+        restores=capability.restores,
     )  # fmt: skip
     draft = set_tree(new_draft(target, half=False), "cpu")
-    if ability.way is not Way.PLAIN:
-        parents = TREE_PARENTS if ability.way is Way.TREE else CHAIN_PARENTS
+    if capability.mode is not VerifyMode.PLAIN:
+        parents = TREE_PARENTS if capability.mode is VerifyMode.TREE else CHAIN_PARENTS
         row.difference = max(difference(target, draft, inputs_of(name, rows, 1), parents) for rows in (1, 3))
     calls: dict[str, dict[str, Any]] = {
         "batch 1": {"rows": 1}, "batch 3, left padded": {"rows": 3}, "sampled": {"rows": 1, "do_sample": True},
         "batch 3, sampled": {"rows": 3, "do_sample": True},
     }  # fmt: skip
-    if ability.way is Way.TREE and runs(target, inputs_of(name, 1, 0), cache_implementation="static"):
+    if capability.mode is VerifyMode.TREE and runs(target, inputs_of(name, 1, 0), cache_implementation="static"):
         calls["static cache"] = {"rows": 1, "cache_implementation": "static"}
     for what, kwargs in calls.items():
         row.equal[what] = f"{sum(equal(name, target, draft, seed, **kwargs) for seed in range(SEEDS))}/{SEEDS}"
@@ -179,22 +179,22 @@ def verified(target, draft, inputs, tokens: torch.Tensor, parents: Sequence[int]
 def proposing(tree: DraftTree) -> Iterator[list[torch.Tensor]]:
     """Propose this tree in the first round; yields the logits of all verifications."""
     logits: list[torch.Tensor] = []
-    draft_trees, verify = SpeculativeDecoding._draft_trees, TargetRun.verify
+    original, verify = SpeculativeDecoding._propose, TargetRun.verify
 
     def propose(self, *args):
-        own = draft_trees(self, *args)
-        return own if logits else tree
+        own = original(self, *args)
+        return own if logits else (tree, [])
 
     def watch(self, *args):
         outputs = verify(self, *args)
         logits.append(outputs.logits.clone())
         return outputs
 
-    SpeculativeDecoding._draft_trees, TargetRun.verify = propose, watch  # type: ignore[method-assign]
+    SpeculativeDecoding._propose, TargetRun.verify = propose, watch  # type: ignore[method-assign]
     try:
         yield logits
     finally:
-        SpeculativeDecoding._draft_trees, TargetRun.verify = draft_trees, verify  # type: ignore[method-assign]
+        SpeculativeDecoding._propose, TargetRun.verify = original, verify  # type: ignore[method-assign]
 
 
 def forced(target, inputs, path: torch.Tensor) -> torch.Tensor:

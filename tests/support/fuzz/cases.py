@@ -1,6 +1,7 @@
 """Damaged and contradictory heads: seeded cases, and what may come of loading one.
 
-Run as a script it prints a summary: `PYTHONPATH=.:tests python -m support.fuzz --count 2000 [--seed 0] [--only 17]`.
+Run as a script it prints a summary:
+`PYTHONPATH=.:tests python -m support.fuzz.cases --count 2000 [--seed 0] [--only 17]`.
 Every case is a function of its number, so `--only` repeats one, with the folder's contents left for inspection.
 
 An outcome is right if it is a `HeadFormatError` in plain words, or a head that is what the file says: every tensor bit
@@ -33,9 +34,9 @@ from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.model.attention import CachedAttention
 from eagle3_hf.model.loading import describe_head
 from eagle3_hf.published_formats import HeadFormatError
-from support import fuzz_mutations
 from support.families import prompt, tiny
-from support.fuzz_heads import HEADS, Published, our_name, write
+from support.fuzz import mutations as fuzz_mutations
+from support.fuzz.heads import HEADS, Published, our_name, write
 
 
 SECONDS = 20

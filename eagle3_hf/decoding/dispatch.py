@@ -1,0 +1,122 @@
+"""Which way a call is decoded: with trees, with chains, or plainly where the target can verify neither."""
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from ..acceptance import SpeculationStats
+from ..model.modeling_eagle3 import Eagle3DraftModel
+from ..model.tree_settings import TreeSettings
+from ..utils.logging import get_logger
+from .loop import SpeculativeDecoding
+from .target.capability import VerifyMode
+from .target.capability_probe import capability_of
+from .target.kv_cache import require_supported
+from .target.recurrent_cache import require_restorable
+from .target.runner import CACHE_KEY
+from .target.static_cache import has_shortened_windows
+from .target.training_mode import check_training_mode
+from .validation import call_settings
+
+
+logger = get_logger(__name__)
+
+
+def decode(
+    target,
+    draft: Eagle3DraftModel,
+    input_ids: torch.LongTensor,
+    logits_processor,
+    stopping_criteria,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer=None,
+    inputs_tensor=None,
+    tokenizer=None,
+    **model_kwargs,
+):
+    """What `generate` calls instead of its own assisted decoding; same arguments, same result.
+
+    Raises:
+        ValueError: a cache that cannot be rolled back; a target that is random in its present mode.
+    """
+    cache = model_kwargs.get(CACHE_KEY)
+    if generation_config.cache_implementation == "dynamic_full" and type(cache) is DynamicCache and not cache.layers:
+        # Earlier versions of transformers make a cache without windows beside an assistant; ours keep theirs.
+        cache = model_kwargs[CACHE_KEY] = DynamicCache(config=target.config.get_text_config(decoder=True))
+    capability = capability_of(target, input_ids.device, cache, len(input_ids))
+    if capability.mode is VerifyMode.PLAIN or _needs_its_own_windows(
+        target, cache, input_ids, generation_config, model_kwargs
+    ):
+        return _decode_plainly(
+            target,
+            draft,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+    check_training_mode(target)
+    _do_not_compile(generation_config)
+    settings = call_settings(target, draft, generation_config)
+    if capability.mode is VerifyMode.CHAIN:
+        settings = TreeSettings(settings.depth, settings.depth, 1, settings.at_most)
+    if capability.restores and generation_config.output_attentions:
+        raise ValueError(
+            f"output_attentions=True with a draft head is not supported for {type(target).__name__}, whose recurrent "
+            "state is restored between forwards: leave it out"
+        )
+    (require_restorable if capability.restores else require_supported)(cache)
+    run = SpeculativeDecoding(
+        target,
+        draft,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer,
+        model_kwargs,
+        settings,
+        capability,
+        synced_gpus,
+    )
+    return run.run()
+
+
+def _needs_its_own_windows(target, cache, input_ids, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+    """Whether static windows shorter than the model's decide what the text sees; a line in the log then says so."""
+    text_config, mask = target.config.get_text_config(), model_kwargs.get("attention_mask")
+    behind = input_ids.shape[1] if mask is None else mask.shape[-1]
+    length = behind + config.max_length - input_ids.shape[1] - 1
+    windows = [getattr(text_config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if not has_shortened_windows(cache, windows, length):
+        return False
+    logger.warning_once(
+        "the static cache is shorter than the windows of the target's attention, and keeps less than they show of a "
+        f"text of {length} tokens: decoding goes on without the draft. The text is the same; a max_cache_len of at "
+        "least the windows' length brings the draft back"
+    )
+    return True
+
+
+def _do_not_compile(config: GenerationConfig) -> None:
+    """`generate` compiles the forward for static caches on accelerators; this is the call's own config."""
+    if config.compile_config is not None:
+        logger.warning_once(
+            "compile_config is set, but beside a draft head the target runs uncompiled: a compiled forward can "
+            "neither be read nor be shown a tree. The text is the same."
+        )
+    config.disable_compile = True
+
+
+def _decode_plainly(target, draft: Eagle3DraftModel, input_ids: torch.LongTensor, **kwargs):
+    """The target's own decoding, for targets that cannot verify a draft; no rounds in the statistics."""
+    draft.stats = SpeculationStats()  # first of all: an exception must not leave those of the call before
+    output = target._sample(input_ids, **kwargs)
+    if not isinstance(output, torch.Tensor):
+        output.speculation = draft.stats
+    return output

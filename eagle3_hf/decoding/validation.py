@@ -1,0 +1,140 @@
+"""What a `generate` call with a draft head is checked for before any forward pass.
+
+What cannot be honoured is rejected with an error that names the argument or the mismatch, and the way out.
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import transformers
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
+
+from ..model.modeling_eagle3 import Eagle3DraftModel
+from ..model.offload import home_of, is_offloaded
+from ..model.tree_settings import TreeSettings, draft_window, tree_settings
+from ..model.vocab import check_tokenizer
+from ..utils.logging import get_logger
+from .setting_origins import origin, rejection
+
+
+logger = get_logger(__name__)
+
+_DEFAULT_NUM_ASSISTANT_TOKENS = 20  # transformers fills it in; it cannot be told from a value that the user set
+
+# Generation-config fields that steer other ways of decoding: refused unless at the value transformers fills in.
+_MEANINGLESS: dict[str, Any] = {
+    "assistant_ensemble_weight": None,
+    "assistant_early_exit": None,
+    "prompt_lookup_num_tokens": None,
+    "max_matching_ngram_size": None,
+    "dola_layers": None,  # another mode, which transformers drops beside an assistant
+    "use_mtp": None,
+    "speculation_type": None,
+    "assistant_confidence_threshold": 0.4,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_lookbehind": 10,
+    "target_lookbehind": 10,
+}
+
+_NEWEST_TESTED = (5, 24)
+
+# Tokenizers, in the state in which they were compared with a head.
+_checked: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
+
+
+def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+    """Reject, before any forward pass, what this call cannot mean with a draft head.
+
+    Raises:
+        ValueError: names the argument or the mismatch, and the way out.
+    """
+    _warn_if_untested(transformers.__version__)
+    draft._require_vocabulary("generate")
+    _check_device(draft)
+    draft.check_target(target)
+    _check_mode(target, mode, config)
+    _check_options(target, config, mode_kwargs)
+    _check_number(target, draft, config)
+    draft_window(draft)
+    _check_tokenizer(draft, mode_kwargs.get("tokenizer"))
+
+
+def _warn_if_untested(installed: str) -> None:
+    """Once: a transformers newer than any that the tests have run with."""
+    if tuple(int(part) for part in installed.split(".")[:2]) > _NEWEST_TESTED:
+        logger.warning_once(
+            f"transformers {installed} is newer than the newest that this version of eagle3_hf was tested with "
+            f"({'.'.join(map(str, _NEWEST_TESTED))}); if a text differs from the plain call's, please report it"
+        )
+
+
+def _check_device(draft: Eagle3DraftModel) -> None:
+    home_of(draft)
+    if is_offloaded(draft):
+        logger.warning_once(
+            "The draft head's weights are offloaded and fetched again for every level of every tree, which takes "
+            "longer than drafting saves. Load it without a device_map, or with one that keeps it on one device."
+        )
+
+
+def _check_tokenizer(draft: Eagle3DraftModel, tokenizer: Any) -> None:
+    """Against the head's record, once for each tokenizer as it is: hashing a large vocabulary takes a while.
+
+    Only a warning, since stop strings are all that it serves here, and a user may have added a pad token.
+    """
+    config = draft.config
+    recorded = config.target_vocab_hash, config.target_chat_template_hash
+    if tokenizer is None or recorded == (None, None):
+        return
+    state = len(tokenizer), str(getattr(tokenizer, "chat_template", None)), *recorded
+    if _checked.get(tokenizer) == state:
+        return
+    _checked[tokenizer] = state
+    try:
+        check_tokenizer(config, tokenizer)
+    except ValueError as error:
+        logger.warning(f"{error}. The text is the target's all the same; the head may guess less of it.")
+
+
+def _check_mode(target, mode, config: GenerationConfig) -> None:
+    if config.num_beams and config.num_beams > 1:
+        raise rejection(target, config, "num_beams", "with a draft head is not supported (one beam is)", 1)
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(f"generation mode {mode} with a draft head is not supported: use greedy decoding or sampling")
+    modes = getattr(target, "_supported_generation_modes", None)
+    if modes is not None and mode not in modes:
+        raise ValueError(f"{type(target).__name__} only supports {modes}: generate without assistant_model")
+
+
+def _check_options(target, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+    if config.use_cache is False:
+        reason = "with a draft head is not supported, since verification needs the cache"
+        raise rejection(target, config, "use_cache", reason, True)
+    for name, default in _MEANINGLESS.items():
+        value = getattr(config, name, None)
+        if value is not None and value != default:
+            raise rejection(target, config, name, "has no meaning with a draft head", default)
+    if mode_kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError(
+            "assistant_tokenizer has no meaning with a draft head, which drafts in the target's own tokens: leave it "
+            "out (a pipeline that asks for it is content after draft.bind(model))"
+        )
+    if config.cache_implementation == "quantized":
+        reason = "with a draft head is not supported, since quantized entries cannot be rolled back"
+        raise rejection(target, config, "cache_implementation", reason, None)
+
+
+def _check_number(target, draft: Eagle3DraftModel, config: GenerationConfig) -> None:
+    try:
+        call_settings(target, draft, config)
+    except ValueError as error:
+        if config.num_assistant_tokens is None or origin(target, config, "num_assistant_tokens") == "call":
+            raise
+        raise rejection(target, config, "num_assistant_tokens", f"is rejected ({error})", None) from error
+
+
+def call_settings(target, draft: Eagle3DraftModel, config: GenerationConfig) -> TreeSettings:
+    """The tree of a call: the head's own, with the call's number of nodes where one is given."""
+    number = config.num_assistant_tokens
+    return tree_settings(draft, target, None if number in (None, _DEFAULT_NUM_ASSISTANT_TOKENS) else number)

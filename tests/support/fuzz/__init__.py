@@ -1,0 +1,1 @@
+"""Damaged and contradictory heads, and what may come of loading one."""
