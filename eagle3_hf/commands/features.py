@@ -1,4 +1,4 @@
-"""`eagle3-hf features`: run a target over training data once and store what a head learns from."""
+"""`eagle3-hf features`: run a target over training data once, and store the features that a head is trained on."""
 
 from __future__ import annotations
 
@@ -16,27 +16,38 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "features",
         help="store a target's features of training data",
-        description="Run a target over chats and store its features, to train from with `eagle3-hf train "
-        "--train_data OUT`. The size is printed first. An interrupted run goes on when started again; under "
-        "`accelerate launch` or torchrun each process writes its share.",
+        description="Run a target over chats and store its features, for `eagle3-hf train --train_data OUT`. The size "
+        "is printed first. An interrupted run resumes when it is started again; under `accelerate launch` or torchrun "
+        "each process writes its share.",
         formatter_class=Defaults,
     )
     parser.add_argument(
         "model", metavar="MODEL", type=place, help="target: a local folder or a Hub id, with its chat template"
     )
     parser.add_argument("data", metavar="DATA", type=place, help="chats: file, folder, or Hub id (name:split[:1000])")
-    parser.add_argument("output", metavar="OUT", type=path, help="folder of the store, created or continued")
+    parser.add_argument("output", metavar="OUT", type=path, help="folder of the store, which is created or continued")
     parser.add_argument("--split", help="split of DATA")
     add_encoding(parser)
-    parser.add_argument("--layer-ids", type=amount, nargs="+", help="hidden_states indices (default: a new head's)")
-    parser.add_argument("--store-dtype", default="bfloat16", choices=["float32", "bfloat16", "float16", "fp8"])
-    parser.add_argument("--batch-tokens", type=count, default=8192, help="padded tokens a forward")
+    parser.add_argument(
+        "--layer-ids", type=amount, nargs="+", help="indices of hidden_states to store (default: those of a new head)"
+    )
+    parser.add_argument(
+        "--store-dtype",
+        default="bfloat16",
+        choices=["float32", "bfloat16", "float16", "fp8"],
+        help="data type of the stored features",
+    )
+    parser.add_argument("--batch-tokens", type=count, default=8192, help="tokens of a forward pass, with padding")
     parser.add_argument(
         "--shard-size", type=count, default=256, help="chats in a file; an interrupted run loses at most one file"
     )
-    parser.add_argument("--part", type=_part, help="I/N: write every N-th file from the I-th on (default: by RANK)")
+    parser.add_argument(
+        "--part", type=_part, help="I/N: write every N-th file, beginning with file I (default: by RANK)"
+    )
     add_placement(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the size, load no weights, store nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the size without loading weights or storing features"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=run, resumes=True)
 
@@ -44,7 +55,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _part(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
     if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 0/4, ..., 3/4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part such as 0/4, ..., 3/4")
     return int(index), int(count)
 
 
@@ -109,6 +120,6 @@ def _size(examples, arguments: argparse.Namespace, layer_ids: list[int], dtype) 
     place = next(folder for folder in (arguments.output, *arguments.output.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     return (
-        f"{len(examples):,} chats, {tokens:,} tokens: {size / 1e9:.3g} GB as {arguments.store_dtype} "
-        f"({size / max(tokens, 1):,.0f} bytes a token); {free / 1e9:.3g} GB are free at {place}"
+        f"{len(examples):,} chats, {tokens:,} tokens: {size / 1e9:.3g} GB in {arguments.store_dtype} "
+        f"({size / max(tokens, 1):,.0f} bytes per token); {free / 1e9:.3g} GB are free at {place}"
     )

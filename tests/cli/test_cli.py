@@ -68,7 +68,7 @@ def test_refusals_are_one_line(model_folder, tmp_path, capsys):
     assert "none.txt" in capsys.readouterr().err
     (tmp_path / "blank.txt").write_text("\n \n")
     assert datagen(model_folder, output, "--num-chats", "2", "--seeds", str(tmp_path / "blank.txt")) == 1
-    assert "blank.txt is empty: write a beginning of a user turn on each line" in capsys.readouterr().err
+    assert "blank.txt is empty: write the beginning of a user turn on each line" in capsys.readouterr().err
     assert datagen(model_folder, tmp_path / "none" / "chats.jsonl", "--num-chats", "2") == 1
     assert "does not exist" in capsys.readouterr().err
     assert datagen(model_folder, output, "--num-chats", "2", "--top-p", "0") == 1
@@ -166,12 +166,12 @@ def test_datagen_asks_a_server(prompts, tmp_path, capsys):
 
 def test_datagen_options_of_the_other_job(model_folder, prompts, tmp_path, capsys):
     assert answer(model_folder, tmp_path / "a", prompts, "--seeds", "x", "--top-p", "1") == 1
-    assert "--seeds, --top-p: of no meaning with --prompts" in capsys.readouterr().err
+    assert "--seeds, --top-p: no meaning with --prompts" in capsys.readouterr().err
     assert datagen(model_folder, tmp_path / "a", "--num-chats", "2", "--server", "http://x") == 1
-    assert "--server: of no meaning with --num-chats" in capsys.readouterr().err
+    assert "--server: no meaning with --num-chats" in capsys.readouterr().err
     extra = ["--concurrency", "2", "--request-extra", '{"top_k": -1}']
     assert answer(model_folder, tmp_path / "a", prompts, *extra) == 1
-    assert "--concurrency, --request-extra: of no meaning without --server" in capsys.readouterr().err
+    assert "--concurrency, --request-extra: no meaning without --server" in capsys.readouterr().err
     (tmp_path / "about.txt").write_text("\n")
     assert answer(model_folder, tmp_path / "a", prompts, "--about", str(tmp_path / "about.txt")) == 1
     assert "about.txt is empty: write a user turn with {text}" in capsys.readouterr().err
@@ -197,7 +197,7 @@ def test_show_mask(model_folder, tmp_path, capsys):
     assert main(["show-mask", model_folder, str(data), "--first", "2", "--last-turn-only", "--max-length", "400"]) == 0
     assert capsys.readouterr().out.count("[[") == 1
     assert main(["show-mask", model_folder, str(data), "--first", "3"]) == 1
-    assert f"there is no chat 3: {data} has 3, the first is 0" in capsys.readouterr().err
+    assert f"there is no chat 3: {data} has 3, counted from 0" in capsys.readouterr().err
 
 
 def test_show_mask_in_colour(model_folder, tmp_path, capsys, monkeypatch):

@@ -585,7 +585,7 @@ def test_datagen_counts_dropped_prompts(tmp_path, caplog):
     regeneration = Regeneration(tmp_path / "a.jsonl", tmp_path / "out.jsonl", WritingSettings())
     assert [chat.index for chat in regeneration.conversations] == [0, 4, 6]
     assert [chat.script[0] for chat in regeneration.conversations] == [Q] * 3
-    assert "4 of 7 rows have nothing to answer and are dropped" in caplog.text
+    assert "4 of 7 examples have nothing to answer and are dropped" in caplog.text
     assert "2 x no object with named columns; the first is chat 2: line 3: a list, not an object" in caplog.text
     assert "1 x no question to answer; the first is chat 3: no question among the roles (system)" in caplog.text
 

@@ -214,10 +214,10 @@ def test_prompts_in_every_shape(writer, tmp_path, row):
 
 def test_rows_without_questions(writer, tmp_path, caplog):
     assert regenerate([*PROMPTS, {"messages": []}], tmp_path / "a", writer) == 5
-    assert "1 of 6 rows have nothing to answer" in caplog.text
-    with pytest.raises(ValueError, match="1 of 1 rows have nothing to answer"):
+    assert "1 of 6 examples have nothing to answer" in caplog.text
+    with pytest.raises(ValueError, match="1 of 1 examples have nothing to answer"):
         Regeneration([{"messages": []}], tmp_path / "b", SETTINGS)
-    with pytest.raises(ValueError, match="rows of text have no questions"):
+    with pytest.raises(ValueError, match="examples of text have no questions"):
         Regeneration([{"text": "The sea."}], tmp_path / "b", SETTINGS)
     with pytest.raises(ValueError, match="part is"):
         Regeneration(PROMPTS, tmp_path / "b", SETTINGS, part=(2, 2))

@@ -125,7 +125,7 @@ def test_features_and_training_from_them(folder, tmp_path, capsys, dtype):
     assert main([*command, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "10 chats, " in said
-    assert f"GB as {dtype}" in said
+    assert f"GB in {dtype}" in said
     assert not (tmp_path / "store").exists()
     assert main([*command, "--part", "1/2"]) == 0
     assert main([*command, "--part", "0/2"]) == 0
@@ -151,7 +151,7 @@ def test_adapters_on_a_published_head(folder, tmp_path, capsys):
     train = config(folder, tmp_path, train_data=data, output_dir=str(tmp_path / "lora"), head=str(tmp_path / "head"))
     assert main(["train", train, "--max_steps", "2", "--lora_r", "4"]) == 0
     out, whole = capsys.readouterr().out, tmp_path / "lora" / "merged"
-    assert f"the adapters are in {tmp_path / 'lora'}, and the head with them merged in" in out
+    assert f"the adapters are in {tmp_path / 'lora'}; the head with merged adapters" in out
     assert out.endswith(f"{bench} {whole} --tasks FOLDER\n")
     assert str(tmp_path) not in (tmp_path / "lora" / "README.md").read_text()
     published = Eagle3DraftModel.from_pretrained(tmp_path / "head")
@@ -272,9 +272,9 @@ def test_options_and_files(folder, tmp_path):
 @pytest.mark.parametrize(
     ("lines", "extra", "message"),
     [
-        ("learnin_rate: 1", [], "learnin_rate is no option of eagle3-hf train; did you mean learning_rate?"),
-        ("- 1", [], "a list, not options by name"),
-        (None, [], "no such file; options begin with --"),
+        ("learnin_rate: 1", [], "learnin_rate is not an option of eagle3-hf train; did you mean learning_rate?"),
+        ("- 1", [], "expected options by name, found a list"),
+        (None, [], "there is no such file; options begin with --"),
         ("", ["--head_config", "{bad"], r"head_config is '{bad', not a JSON object such as .* \(Expecting"),
         ("", ["--chat_template_kwargs", "[1]"], r"chat_template_kwargs is \[1\], not a JSON object such as"),
         ("", ["--head_config", '{"fc_bais": true}'], "head_config: fc_bais is not a field of Eagle3DraftConfig"),
@@ -377,7 +377,7 @@ def test_logs_come_often_and_evaluations_do_not(tmp_path):
 def test_a_part_that_is_none_is_refused(folder, tmp_path, capsys, part):
     with pytest.raises(SystemExit):
         main(["features", "m", "d", str(tmp_path), f"--part={part}"])
-    assert f"{part!r} is no part such as 0/4, ..., 3/4" in capsys.readouterr().err
+    assert f"{part!r} is not a part such as 0/4, ..., 3/4" in capsys.readouterr().err
 
 
 def test_the_prompt_of_a_row():
