@@ -432,9 +432,9 @@ def test_a_finished_command_names_the_next(model_folder, prompts, tmp_path, caps
 def test_what_changed_since_an_earlier_run_is_named(model_folder, prompts, tmp_path, capsys):
     assert answer(model_folder, tmp_path / "chats", prompts) == 0
     for options, words in (
-        (["--max-new-tokens", "7"], "another max_new_tokens: go on with"),
-        (["--temperature", "0.5", "--seed", "3"], "another temperature and another seed: go on with"),
-        (["--template-kwargs", '{"a": 1}'], "another template_kwargs: go on with"),
+        (["--max-new-tokens", "7"], "another max_new_tokens: use the options of that run"),
+        (["--temperature", "0.5", "--seed", "3"], "another temperature and another seed: use the options of that run"),
+        (["--template-kwargs", '{"a": 1}'], "another template_kwargs: use the options of that run"),
     ):
         assert answer(model_folder, tmp_path / "chats", prompts, *options) == 1
         assert f"answers prompt 0 with {words}" in capsys.readouterr().err

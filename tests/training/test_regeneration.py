@@ -165,11 +165,11 @@ def test_files_of_something_else_are_refused(tmp_path, uninterrupted):
     path.write_bytes(uninterrupted)
     other = [*PROMPTS[:4], {"messages": turns("Another?")}]
     cases = [
-        (other, SETTINGS, "answers prompt 4 with another prompt: go on with"),
+        (other, SETTINGS, "answers prompt 4 with another prompt: use the options of that run"),
         (
             PROMPTS,
             WritingSettings(model="other", max_new_tokens=10),
-            "answers prompt 0 with another model: go on with",
+            "answers prompt 0 with another model: use the options of that run",
         ),
         (PROMPTS[:3], SETTINGS, "answers prompt 3, which is not among the prompts"),
     ]
