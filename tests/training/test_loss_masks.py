@@ -290,7 +290,7 @@ def test_processors():
     assert prepare_dataset([{"messages": CHAT}], Processor(), max_length=None)[:] == expected
     assert special_token_ids(Processor()) == ends
     assert Processor.tokenizer.chat_template is None
-    with pytest.raises(ValueError, match="object makes no tokens of text: pass the target's tokenizer"):
+    with pytest.raises(ValueError, match="object has no tokenizer for text: pass the target's tokenizer"):
         prepare_dataset([{"messages": CHAT}], object(), max_length=None)
 
 

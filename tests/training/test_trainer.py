@@ -688,7 +688,7 @@ def test_a_processor_lends_its_tokenizer_and_one_without_is_refused(target, toke
         with torch.no_grad():
             losses.append(float(trainer.model(**trainer.draft_inputs(batch)).loss))
     assert losses[0] == losses[1]
-    with pytest.raises(ValueError, match="Processor makes no tokens of text: pass the target's tokenizer"):
+    with pytest.raises(ValueError, match="Processor has no tokenizer for text: pass the target's tokenizer"):
         trainer_for(target, chats(), tmp_path, Processor(feature_extractor=None))
 
 
