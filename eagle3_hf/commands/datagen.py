@@ -1,7 +1,5 @@
 """`eagle3-hf datagen`: let a target write training chats, or answer the prompts of a dataset."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence
@@ -23,7 +21,8 @@ _FOR_OWN_CHATS = ("num_chats", "seeds", "max_user_tokens", "top_p")
 _FOR_SERVERS = ("concurrency", "timeout", "request_extra")
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the command line."""
     parser = commands.add_parser(
         "datagen",
         help="let a target write training chats, or answer a dataset's prompts",
@@ -88,6 +87,7 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     if (arguments.prompts is None) == (arguments.num_chats is None):
         raise ValueError("pass either --prompts (answer a dataset) or --num-chats (write chats)")
     job, unused = ("--num-chats", _FOR_PROMPTS) if arguments.prompts is None else ("--prompts", _FOR_OWN_CHATS)
@@ -183,7 +183,7 @@ def _answer_prompts(arguments: argparse.Namespace) -> int:
     return regeneration.run(_writer(arguments, settings), progress=not arguments.quiet and _part()[0] == 0)
 
 
-def _writer(arguments: argparse.Namespace, settings: WritingSettings) -> Writer:
+def _writer(arguments: argparse.Namespace, settings: "WritingSettings") -> "Writer":
     if arguments.server is None:
         from ..training.datagen.local_writer import TargetWriter
 

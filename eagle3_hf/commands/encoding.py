@@ -1,6 +1,4 @@
-"""The options that say how a dataset's chats are encoded, alike in all commands that encode."""
-
-from __future__ import annotations
+"""Options for the encoding of chats, the same in every command that encodes a dataset."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -13,6 +11,7 @@ if TYPE_CHECKING:
 
 
 def add_encoding(parser: argparse.ArgumentParser) -> None:
+    """Add the options `--max-length`, `--last-turn-only`, `--mask-reasoning` and `--template-kwargs`."""
     parser.add_argument("--max-length", type=count, default=2048, help="tokens kept of each chat")
     parser.add_argument("--last-turn-only", action="store_true", help="learn from the last answer of a chat only")
     parser.add_argument("--mask-reasoning", action="store_true", help="do not learn thoughts")
@@ -23,7 +22,8 @@ def add_encoding(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def encoding_options(arguments: argparse.Namespace) -> EncodingOptions:
+def encoding_options(arguments: argparse.Namespace) -> "EncodingOptions":
+    """Return what the options say as one object."""
     from ..training.data.options import EncodingOptions
 
     return EncodingOptions(

@@ -1,7 +1,5 @@
 """`eagle3-hf features`: run a target over training data once, and store the features that a head is trained on."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -12,7 +10,8 @@ from .placement import add_placement, load_target
 from .values import amount, check_output_folder, count, path, place
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the command line."""
     parser = commands.add_parser(
         "features",
         help="store a target's features of training data",
@@ -60,6 +59,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging

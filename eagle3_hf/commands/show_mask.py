@@ -1,7 +1,5 @@
 """`eagle3-hf show-mask`: show which tokens of a dataset a head would learn, before anything is trained."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -17,7 +15,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the command line."""
     parser = commands.add_parser(
         "show-mask",
         help="show which tokens of a dataset are learnt",
@@ -38,6 +37,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     from transformers import AutoTokenizer
 
     from ..training.data.encoding import MaskSummary, dropped_chats, encode_dataset
@@ -71,7 +71,7 @@ def _same(arguments: argparse.Namespace) -> list[str]:
     return words + [f"--{name}" for name in ("last_turn_only", "mask_reasoning") if getattr(arguments, name)]
 
 
-def _numbers(encoded: Dataset, arguments: argparse.Namespace) -> list[int]:
+def _numbers(encoded: "Dataset", arguments: argparse.Namespace) -> list[int]:
     """Return the indices of the chats to show."""
     targets = encoded["targets"]
     wanted = (i for i in range(arguments.first, len(encoded)) if not arguments.empty or targets[i] == 0)

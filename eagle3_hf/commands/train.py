@@ -1,7 +1,5 @@
 """`eagle3-hf train`: train a head, from data to a saved head with its card."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json
@@ -64,7 +62,8 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 _NO_PREFIX = "\0"  # HfArgumentParser gets everything after `train`, options too
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the command line."""
     parser = commands.add_parser(
         "train",
         help="train a head, from data to a saved head with its card",
@@ -76,6 +75,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     model, data, args = parse(arguments.words)
     arguments.model, arguments.head, arguments.data = model.target, model.head, data.train_data  # as elsewhere
     given = (model.target, model.head, data.train_data, data.eval_data)

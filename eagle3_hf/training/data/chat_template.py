@@ -4,8 +4,6 @@ The template's source is not searched and no generation markers are needed: an a
 the turn is rendered after its own prompt.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping, Sequence
@@ -64,7 +62,7 @@ class ChatTemplate:
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self._closing = re.compile(rf"(?:\s|{self._special.pattern})*\Z")
 
-    def with_tools(self, tools: Sequence[Any] | None) -> ChatTemplate:
+    def with_tools(self, tools: Sequence[Any] | None) -> "ChatTemplate":
         """Return the same template with these tools."""
         if not tools:
             return self

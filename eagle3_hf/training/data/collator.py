@@ -1,7 +1,5 @@
 """From examples to a batch: padding on the right, packing on request, and no labels that no position could learn."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ and chat template, both sizes and the ids that are always included. Its content 
 that a damaged or renamed file is noticed and made anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Chats that cannot be used for training: why one is dropped, and how many were dropped for which reason."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -22,7 +20,7 @@ class OddChatError(ValueError):
         super().__init__(_printable(detail or reason))
         self.reason = _printable(reason)
 
-    def __reduce__(self) -> tuple[type[OddChatError], tuple[str, str]]:  # datasets sends it between processes
+    def __reduce__(self) -> "tuple[type[OddChatError], tuple[str, str]]":  # datasets sends it between processes
         return OddChatError, (self.reason, str(self))
 
 

@@ -1,7 +1,5 @@
 """Encoding of training data: chats of any known shape become ids and labels; empty ones are counted and dropped."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,7 +57,7 @@ class MaskSummary:
     hidden: int
 
     @classmethod
-    def of(cls, encoded: Dataset, max_length: int | None) -> MaskSummary:
+    def of(cls, encoded: Dataset, max_length: int | None) -> "MaskSummary":
         """Summarise what `encode_dataset` returned."""
         length, targets, hidden = (
             np.asarray(encoded[name], dtype=np.int64) for name in ("length", "targets", "hidden")

@@ -5,8 +5,6 @@ template), text (a prompt that may be empty, and what follows it, served without
 that an example fills tell its shape, since a file may mix shapes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

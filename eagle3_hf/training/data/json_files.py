@@ -4,8 +4,6 @@ The extension of a file does not tell how it was written: `.jsonl` files hold ar
 that is not JSON is an error that names the line; values that are no chats are handled where chats are read.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator

@@ -8,8 +8,6 @@ sees at the *last* answer; an earlier answer is supervised as far as the sequenc
 produced at that earlier turn, and not at all where it was rewritten or split into other tokens.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence

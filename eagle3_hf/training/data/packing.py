@@ -10,8 +10,6 @@ In a packed sequence `position_ids` restart at 0 with every chat, which is the c
 position of training-time test attends across such a border.
 """
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence

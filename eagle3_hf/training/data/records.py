@@ -5,8 +5,6 @@ messages, numbers, objects with different keys. So no record restricts the types
 read are dropped first.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

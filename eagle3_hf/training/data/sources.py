@@ -4,8 +4,6 @@ JSON and CSV are read here (`json_files`, `table_files`, `records`), since other
 guessed type for each column. Everything else is left to `datasets`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Rows of a CSV file, whose cells stay texts: `4`, `NA` and `None` may be answers."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 A file that is not text, has another encoding or was cut off is an error that names the line.
 """
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import gzip

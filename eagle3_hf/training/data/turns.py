@@ -4,8 +4,6 @@ The differences between datasets are handled here: names of keys and roles, cont
 weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

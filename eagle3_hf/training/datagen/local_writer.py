@@ -3,8 +3,6 @@
 `Conversation` is a chat in the making, whoever writes it; with `openai_client` another program does.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -145,7 +143,7 @@ class TargetWriter:
     @classmethod
     def of(
         cls, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: WritingSettings
-    ) -> TargetWriter:
+    ) -> "TargetWriter":
         return cls(target, ChatTemplate(tokenizer, settings.template_kwargs))
 
     def write(

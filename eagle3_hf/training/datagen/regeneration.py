@@ -9,8 +9,6 @@ middle of a line, resumes with any number of processes. The process that finishe
 of the prompts. Batches and their random numbers depend on the prompts alone, so that the result is the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -5,8 +5,6 @@ also writes user turns, if its prompt is the chat template's text up to the cont
 the subject.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
