@@ -22,7 +22,7 @@ _FOR_SERVERS = ("concurrency", "timeout", "request_extra")
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the command line."""
+    """Declare the command and its arguments."""
     parser = commands.add_parser(
         "datagen",
         help="let a target write training chats, or answer a dataset's prompts",

@@ -11,7 +11,7 @@ from .values import amount, check_output_folder, count, path, place
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the command line."""
+    """Declare the command and its arguments."""
     parser = commands.add_parser(
         "features",
         help="store a target's features of training data",

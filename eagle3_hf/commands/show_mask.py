@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the command line."""
+    """Declare the command and its arguments."""
     parser = commands.add_parser(
         "show-mask",
         help="show which tokens of a dataset are learnt",

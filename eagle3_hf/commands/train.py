@@ -63,7 +63,7 @@ _NO_PREFIX = "\0"  # HfArgumentParser gets everything after `train`, options too
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the command line."""
+    """Declare the command and its arguments."""
     parser = commands.add_parser(
         "train",
         help="train a head, from data to a saved head with its card",
