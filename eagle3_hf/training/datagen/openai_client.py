@@ -12,7 +12,7 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, NoReturn
+from typing import Any
 
 from ...utils.logging import shown_with_ours
 from ..data.chat_template import REASONING_KEYS
@@ -29,6 +29,8 @@ except ImportError as error:
 
 # Status codes that say something about this chat only: it is too long for the model, say.
 _REJECTED = {400, 413, 422}
+# Those below 500 after which the package repeats a request, as after all from 500 on.
+_REPEATED = {408, 409, 429}
 
 
 class _RejectedError(Exception):
@@ -158,7 +160,7 @@ class ServerWriter:
                 extra_headers=self._headers,
             )
         except openai.APIError as error:
-            self._raise_in_words(error, not_found=f"{self.url} knows no model {self.model}")
+            raise self._in_words(error, not_found=f"{self.url} knows no model {self.model}") from error
         return reply.http_response.text
 
     def _answer(self, reply: str) -> tuple[dict[str, Any], bool]:
@@ -178,53 +180,49 @@ class ServerWriter:
 
     def _models(self, client: openai.OpenAI) -> list[str]:
         """Names of the models that the server has; none where it does not list them."""
-        missing = f"{self.url} has no chat API (404 for {self.url}/models): is the address right?"
         try:
             return [str(model.id) for model in client.models.list(extra_headers=self._headers)]
         except openai.APIError as error:
-            with contextlib.suppress(_RejectedError):
-                self._raise_in_words(error, not_found=missing)
-            return []
+            missing = f"{self.url} has no chat API (404 for {self.url}/models): is the address right?"
+            problem = self._in_words(error, not_found=missing)
+            if isinstance(problem, _RejectedError):
+                return []
+            raise problem from error
         except (AttributeError, TypeError, ValueError) as error:  # the package found no list in the reply
             raise ServerError(f"{self.url}/models sent no list of models: is the address right?") from error
 
-    def _raise_in_words(self, error: openai.APIError, not_found: str) -> NoReturn:
-        """Raise what an error of the package means here.
+    def _in_words(self, error: openai.APIError, not_found: str) -> Exception:
+        """Return what an error means that is left after all repetitions.
 
         Args:
-            error: Error that is left after all repetitions.
+            error: Error of the package.
             not_found: What the status 404 means.
 
-        Raises:
-            _RejectedError: the server rejects this chat only.
-            ServerError: no other chat will fare better.
+        Returns:
+            `_RejectedError` if the server rejects this chat only, else `ServerError`.
         """
-        if not isinstance(error, openai.APIStatusError):
-            raise ServerError(self._no_answer(error, self._without_reply(error))) from error
-        code = error.status_code
-        said = f"{code}: {_shortened(error.response.text) or error.response.reason_phrase}"
-        if code in (401, 403):
-            has = "the key given (OPENAI_API_KEY)" if self._key else "requests without a key: set OPENAI_API_KEY"
-            raise ServerError(f"{self.url} rejects {has} ({said})") from error
-        if code in _REJECTED:
-            raise _RejectedError(f"{self.url} rejects it ({said})") from error
-        if code == 404:
-            raise ServerError(f"{not_found} ({said})") from error
-        if code in (408, 409, 429) or code >= 500:  # these have been repeated
-            raise ServerError(self._no_answer(error, f"it says {said}")) from error
-        raise ServerError(f"{self.url} says {said}") from error
-
-    def _without_reply(self, error: openai.APIError) -> str:
-        if isinstance(error, openai.APITimeoutError):
-            return f"no answer within {self.timeout:g} seconds"
-        cause = error.__cause__ or error
-        return str(cause).rstrip(".") or type(cause).__name__
-
-    def _no_answer(self, error: openai.APIError, problem: str) -> str:
-        repeated = int(error.request.headers.get("x-stainless-retry-count", self.retries))
-        return (
-            f"{self.url} gave no answer in {repeated + 1} attempts, the last time: {problem}. Is the server up? For a "
-            "busy one lower the concurrency or raise the timeout"
+        if isinstance(error, openai.APIStatusError):
+            code = error.status_code
+            said = f"{code}: {_shortened(error.response.text) or error.response.reason_phrase}"
+            if code in (401, 403):
+                has = "the key given (OPENAI_API_KEY)" if self._key else "requests without a key: set OPENAI_API_KEY"
+                return ServerError(f"{self.url} rejects {has} ({said})")
+            if code in _REJECTED:
+                return _RejectedError(f"{self.url} rejects it ({said})")
+            if code == 404:
+                return ServerError(f"{not_found} ({said})")
+            if code < 500 and code not in _REPEATED:
+                return ServerError(f"{self.url} says {said}")
+            problem = f"it says {said}"
+        elif isinstance(error, openai.APITimeoutError):
+            problem = f"no answer within {self.timeout:g} seconds"
+        else:
+            cause = error.__cause__ or error
+            problem = str(cause).rstrip(".") or type(cause).__name__
+        attempts = 1 + int(error.request.headers.get("x-stainless-retry-count", self.retries))
+        return ServerError(
+            f"{self.url} gave no answer in {attempts} attempts, the last time: {problem}. Is the server up? If it is "
+            "busy, lower the concurrency or raise the timeout"
         )
 
 
