@@ -2,7 +2,7 @@
 
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -45,6 +45,10 @@ def chat_server(answer, models=("tiny",)):
             self._serve(body, answer)
 
         def _serve(self, body, answer):
+            with suppress(ConnectionError):  # the client may have stopped waiting
+                self._reply(body, answer)
+
+        def _reply(self, body, answer):
             requests.append((self.path, self.headers, body))
             try:
                 self._send(200, json.dumps(answer(body)), {})
