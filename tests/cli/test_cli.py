@@ -176,7 +176,7 @@ def test_datagen_options_of_the_other_job(model_folder, prompts, tmp_path, capsy
     assert answer(model_folder, tmp_path / "a", prompts, "--about", str(tmp_path / "about.txt")) == 1
     assert "about.txt is empty: write a user turn with {text}" in capsys.readouterr().err
     assert datagen(model_folder, tmp_path / "a") == 1
-    assert "pass --prompts (answer a dataset) or --num-chats" in capsys.readouterr().err
+    assert "pass either --prompts (answer a dataset) or --num-chats" in capsys.readouterr().err
 
 
 def test_show_mask(model_folder, tmp_path, capsys):

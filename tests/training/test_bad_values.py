@@ -121,7 +121,7 @@ def test_no_numbers(command, option, folder, tmp_path, capsys):
 def test_every_option_that_takes_a_number_is_checked():
     for command in COMMANDS:
         assert not [action.dest for action in actions(command) if action.type in (int, float)]
-    assert len(number_options()) >= 25
+    assert len(number_options()) >= 20
 
 
 @pytest.mark.parametrize("command", COMMANDS)

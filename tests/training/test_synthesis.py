@@ -170,7 +170,7 @@ def test_empty_user_turns_are_drawn_again(tokenizer, tmp_path):
 def test_a_target_without_user_turns(tokenizer, tmp_path):
     target = target_that_ends(tokenizer, 1000.0)
     path = tmp_path / "chats.jsonl"
-    with pytest.raises(RuntimeError, match="empty user turn 20 times.*seed phrases"):
+    with pytest.raises(RuntimeError, match="empty user turn 20 consecutive times.*seed phrases"):
         synthesize(target, tokenizer, path, 4, **SETTINGS)
     # A seed phrase alone is a user turn.
     synthesize(target, tokenizer, path, 4, seeds=["Write a poem."], **SETTINGS)
