@@ -24,9 +24,9 @@ from ..published_formats import (
 )
 from ..utils.logging import get_logger
 from . import vocab
+from .config_fields import is_integer
 from .configuration_eagle3 import FIELDS, Eagle3DraftConfig, unknown_keys
 from .hub_files import HeadFolder, read_folder, read_generation_config, read_tensors
-from .rope import is_integer
 from .tree_settings import LARGEST_TREE, PAPER_TREE
 
 

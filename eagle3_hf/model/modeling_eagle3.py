@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,11 +19,7 @@ from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils import ModelOutput
 
-from ..export.card import write_card
 from ..published_formats import DROPPED_TENSORS
-from ..ttt.loss import StepLoss, Supervision, supervised_mask, weighted_loss
-from ..ttt.settings import TTTSettings
-from ..ttt.unroll import training_time_test
 from . import vocab
 from .attention import CachedAttention
 from .configuration_eagle3 import Eagle3DraftConfig
@@ -33,6 +29,12 @@ from .loading import load_head
 from .offload import require_resident, require_weights
 from .tree_settings import declare_tree_settings
 from .warm_start import new_head_config, special_ids, warm_start_body, warm_start_head
+
+
+# Decoding needs neither the training-time test nor the model card's tables: they are imported where they are used.
+if TYPE_CHECKING:
+    from ..ttt.loss import StepLoss, Supervision
+    from ..ttt.settings import TTTSettings
 
 
 @dataclass
@@ -153,7 +155,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         teacher_in_vocab: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        settings: TTTSettings | None = None,
+        settings: "TTTSettings | None" = None,
         teacher_features: torch.Tensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
     ) -> Eagle3DraftOutput:
@@ -176,6 +178,9 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         if labels is None:
             hidden = self._first_pass(input_ids, features, borrowed)
             return Eagle3DraftOutput(logits=self.compute_logits(hidden, borrowed), hidden_states=hidden)
+        from ..ttt.loss import Supervision, supervised_mask, weighted_loss
+        from ..ttt.settings import TTTSettings
+
         require_resident(self, "training")
         settings = settings or TTTSettings()
         settings.check_fits(self.config)
@@ -194,11 +199,13 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         self,
         input_ids: torch.LongTensor,
         features: torch.Tensor,
-        supervision: Supervision,
-        settings: TTTSettings,
+        supervision: "Supervision",
+        settings: "TTTSettings",
         borrowed: Borrowed | None = None,
-    ) -> list[StepLoss]:
-        """The unroll alone, see `unroll`: the loss of each step. Documents are those of `supervision`."""
+    ) -> "list[StepLoss]":
+        """The unroll alone, see `ttt.unroll`: the loss of each step. Documents are those of `supervision`."""
+        from ..ttt.unroll import training_time_test
+
         return training_time_test(self, input_ids, features, supervision, settings, borrowed or self.borrow())
 
     def _first_pass(self, input_ids, features, borrowed) -> torch.Tensor:
@@ -361,10 +368,14 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         require_weights(self)
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
         if kwargs.get("is_main_process", True):
+            from ..export.card import write_card
+
             write_card(save_directory, self.config, self.generation_config)
 
     def _upload_modified_files(self, working_dir, *args, **kwargs):
         """transformers writes its own empty card just before it uploads."""
+        from ..export.card import write_card
+
         write_card(working_dir, self.config, self.generation_config)
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 

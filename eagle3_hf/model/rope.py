@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .config_fields import is_number
+
 
 _ABOVE_ZERO = (
     "rope_theta",
@@ -26,22 +28,15 @@ _NOT_NEGATIVE = ("mscale", "mscale_all_dim")
 _LISTS = ("short_factor", "long_factor")
 
 
-def is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def without_unset(rope: Any) -> Any:
+    """A rotary description without its entries that are `None`, as a dict of its own; anything else as it is."""
+    if rope is None:
+        return {}
+    return {name: value for name, value in rope.items() if value is not None} if isinstance(rope, dict) else rope
 
 
-def is_number(value: Any) -> bool:
-    """A number that a float can hold; NaN and the infinities are none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def checked_rope(rope: Any) -> dict[str, Any]:
-    """The rotary description without its unset entries.
+def check_rope(rope: Any) -> None:
+    """Check a rotary description entry by entry.
 
     Raises:
         ValueError: not one flat dict, an unknown type, or an entry that is no finite number above 0.
@@ -50,11 +45,10 @@ def checked_rope(rope: Any) -> dict[str, Any]:
         raise ValueError(
             f"rope_parameters must be a dict like {{'rope_type': 'default'}}, one for all layers, got {rope!r}"
         )
-    rope = {name: value for name, value in rope.items() if value is not None}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
         known = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS}))
-        raise ValueError(f"rope_type {rope_type!r} is unknown; known: {known}")
+        raise ValueError(f"rope_parameters: rope_type {rope_type!r} is unknown; known: {known}")
     for name in (*_ABOVE_ZERO, *_NOT_NEGATIVE):
         value = rope.get(name, 1.0)
         if not is_number(value) or value < 0 or (value == 0 and name in _ABOVE_ZERO):
@@ -66,7 +60,6 @@ def checked_rope(rope: Any) -> dict[str, Any]:
             raise ValueError(f"rope_parameters: {name} must be a list of finite numbers above 0, got {values!r}")
     if not isinstance(rope.get("truncate", True), bool):
         raise ValueError(f"rope_parameters: truncate must be True or False, got {rope['truncate']!r}")
-    return rope
 
 
 def check_rope_table(config) -> None:

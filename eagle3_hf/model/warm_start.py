@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .config_fields import is_integer, is_number
 from .configuration_eagle3 import Eagle3DraftConfig
 from .features import COMPUTE_DTYPES, call_at_home, decoder_blocks, default_layer_ids, num_target_layers, table_shape
-from .rope import is_integer, is_number
 
 
 # RoPE types that depend on nothing but the position, so that a draft can share them.

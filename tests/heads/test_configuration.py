@@ -1,8 +1,11 @@
 """The canonical description of a head: what it fills in, what it refuses, and that it survives a file."""
 
 import contextlib
+import copy
 import json
+import pickle
 import random
+import re
 import tracemalloc
 
 import pytest
@@ -153,7 +156,9 @@ SIZES = [
 def test_sizes_are_positive_integers(name, value):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are compared below
         make(**{name: value})
-    assert str(caught.value) == f"{name} must be an integer of at least 1, got {value!r}"
+    assert re.fullmatch(
+        rf"{name} must be an integer from 1 to \d+(, or None)?, got {re.escape(repr(value))}", str(caught.value)
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +166,7 @@ def test_sizes_are_positive_integers(name, value):
     [("hidden_size", 2**31), ("num_hidden_layers", 257), ("head_dim", 2**17), ("vocab_size", 10**30)],
 )
 def test_sizes_that_no_head_has_are_refused_before_anything_is_built(name, value):
-    with pytest.raises(ValueError, match=f"^{name} is {value}, which no head has"):
+    with pytest.raises(ValueError, match=rf"^{name} must be an integer from 1 to \d+(, or None)?, got {value}$"):
         make(**{name: value})
 
 
@@ -180,9 +185,9 @@ def test_switches_are_bools(name):
         ({"head_dim": 15}, "head_dim must be even for rotary positions, got 15"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm exclude each other"),
         ({"hidden_size": 32, "target_hidden_size": 64}, r"width 32 cannot borrow the embedding .* width 64.*own_emb"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
-        ({"hidden_act": "foo"}, "hidden_act 'foo' is unknown"),
-        ({"hidden_act": ["silu"]}, r"hidden_act \['silu'\] is unknown"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a finite number above 0, got '1e-5'"),
+        ({"hidden_act": "foo"}, "hidden_act must be the name of an activation function of transformers, got 'foo'"),
+        ({"hidden_act": ["silu"]}, r"hidden_act must be .* got \['silu'\]"),
         ({"rope_parameters": "default"}, "rope_parameters must be a dict like .*, got 'default'"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "rope_type 'mrope' is unknown; known: default, dynamic, linear"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters .*Missing required keys.*factor"),
@@ -201,14 +206,14 @@ def test_switches_are_bools(name):
             r"\[0, 2\] were not guessed.*guessed_layer_ids=False",
         ),
         ({"target_num_hidden_layers": 2, "guessed_layer_ids": True}, r"\[1, 2, 4\] go beyond .* 2 layers"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, got nan: finite"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number, got 0: finite and above 0"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
-        ({"initializer_range": float("inf")}, "initializer_range must be a number, got inf"),
-        ({"initializer_range": -0.1}, "initializer_range must be a number, got -0.1"),
-        ({"eos_token_id": ["2"]}, r"eos_token_id must be a token id, got \['2'\]"),
-        ({"pad_token_id": 1.5}, "pad_token_id must be a token id, got 1.5"),
-        ({"target_name_or_path": 5}, "target_name_or_path must be a string, got 5"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0, got nan"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a finite number above 0, got 0"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number above 0"),
+        ({"initializer_range": float("inf")}, "initializer_range must be a finite number, at least 0, got inf"),
+        ({"initializer_range": -0.1}, "initializer_range must be a finite number, at least 0, got -0.1"),
+        ({"eos_token_id": ["2"]}, r"eos_token_id must be a token id, a list of them, or None, got \['2'\]"),
+        ({"pad_token_id": 1.5}, "pad_token_id must be a token id, or None, got 1.5"),
+        ({"target_name_or_path": 5}, "target_name_or_path must be a string, or None, got 5"),
         ({"dtype": "float99"}, "float99"),
         ({"id2label": 5}, "id2label|items"),
         # one feature
@@ -269,6 +274,57 @@ def test_contradictions_are_refused_with_both_numbers(overrides, words):
         make(**overrides)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("hidden_size", "64", "must be an integer from 1 to .*, got '64'"),
+        ("draft_vocab_size", 0, "must be an integer from 1 to .*, got 0"),
+        ("norm_output", 1, "must be True or False, got 1"),
+        ("target_layer_ids", [3, 1], r"must be ascending, .*, got \[3, 1\]"),
+        ("layer_types", ["chunked_attention"], r"must be a list of .*, got \['chunked_attention'\]"),
+        ("rope_parameters", {"rope_type": "mrope"}, ": rope_type 'mrope' is unknown"),
+        ("hidden_act", "foo", "must be the name of .*, got 'foo'"),
+        ("eos_token_id", "2", "must be a token id, .*, got '2'"),
+    ],
+)
+def test_fields_are_checked_when_they_are_set_later(name, value, words):
+    config = make()
+    before = getattr(config, name)
+    with pytest.raises(ValueError, match=f"^{name}.*{words}"):
+        setattr(config, name, value)
+    assert getattr(config, name) == before
+    with pytest.raises(ValueError, match=f"^{name}.*{words}"):
+        Eagle3DraftConfig.from_dict(make().to_dict(), **{name: value})
+
+
+def test_fields_that_must_agree_are_compared_when_a_config_is_loaded_and_saved(tmp_path):
+    with pytest.raises(ValueError, match=r"draft_vocab_size \(400\) is larger"):
+        Eagle3DraftConfig.from_dict(make().to_dict(), draft_vocab_size=400)
+    config = make()
+    config.num_key_value_heads = 3
+    with pytest.raises(ValueError, match="not a multiple of num_key_value_heads"):
+        config.save_pretrained(tmp_path)
+
+
+def test_none_asks_for_what_follows_from_other_fields():
+    config = make(hidden_size=32, target_hidden_size=64, own_embeddings=True)
+    config.target_hidden_size = config.num_key_value_heads = config.head_dim = None
+    assert (config.target_hidden_size, config.num_key_value_heads, config.head_dim) == (32, 4, 8)
+
+
+def test_equal_configs_have_equal_fields():
+    assert make() == make()
+    assert make() != make(norm_output=True)
+    config = make(**WINDOW, rope_parameters=dict(LONGROPE))
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+
+
+def test_the_rotary_description_that_is_passed_stays_as_it_is():
+    given = {"rope_type": "linear", "factor": 2.0, "attention_factor": None}
+    make(rope_parameters=given)
+    assert given == {"rope_type": "linear", "factor": 2.0, "attention_factor": None}
+
+
 @pytest.mark.parametrize("rope_type", ["yarn", "longrope", "llama3", "linear", "dynamic"])
 def test_unset_numbers_are_left_out(rope_type):
     rope = LONGROPE | {"rope_type": rope_type, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -307,7 +363,7 @@ def text_of(config) -> str:
 
 def test_whatever_a_file_holds_is_a_config_or_a_value_error():
     """Mutated fields, ours and those of transformers; a config that passes makes the same again from its own file."""
-    names, chance = list(make().to_dict()), random.Random(0)
+    names, chance = sorted(make().to_dict()), random.Random(0)
     tracemalloc.start()
     passed = 0
     for _ in range(1500):
@@ -326,4 +382,4 @@ def test_whatever_a_file_holds_is_a_config_or_a_value_error():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 50e6
-    assert 100 < passed < 1000
+    assert 50 < passed < 1000

@@ -486,10 +486,22 @@ def test_mismatched_shapes_are_an_error_even_if_allowed(tmp_path):
             "its config must have `target_hidden_size`, an integer of at least 1; it says 'w",
         ),
         ("target_hidden_size", 128, "but 3 layers of a target of width 128 give 384"),
-        ("rms_norm_eps", "small", "rms_norm_eps must be a number, got 'small'"),
-        ("hidden_act", "nonsense", "hidden_act 'nonsense' is unknown to transformers"),
-        ("hidden_act", {"a": 1}, "hidden_act {'a': 1} is unknown to transformers"),
-        ("max_position_embeddings", "long", "max_position_embeddings must be an integer of at least 1, got 'long'"),
+        ("rms_norm_eps", "small", "rms_norm_eps must be a finite number above 0, got 'small'"),
+        (
+            "hidden_act",
+            "nonsense",
+            "hidden_act must be the name of an activation function of transformers, got 'nonsense'",
+        ),
+        (
+            "hidden_act",
+            {"a": 1},
+            "hidden_act must be the name of an activation function of transformers, got {'a': 1}",
+        ),
+        (
+            "max_position_embeddings",
+            "long",
+            "max_position_embeddings must be an integer from 1 to 2147483647, got 'long'",
+        ),
         ("rope_scaling", "linear", "its config's rope_scaling must be a dict, got 'linear'"),
         ("rope_scaling", {"type": "su-scaled"}, "rope_type 'su-scaled' is unknown; known: default, dynamic, linear"),
         (
@@ -507,7 +519,7 @@ def test_configs_that_contradict_the_tensors_or_make_no_sense(tmp_path, field, v
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("hidden_size", "64", "hidden_size must be an integer of at least 1, got '64'"),
+        ("hidden_size", "64", "hidden_size must be an integer from 1 to 2147483647, got '64'"),
         ("norm_output", "no", "norm_output must be True or False, got 'no'"),
         ("target_layer_ids", "1,2,4", "must be ascending, distinct hidden_states indices"),
         ("draft_vocab_size", 500, "draft_vocab_size (500) is larger than the target's vocab_size (320)"),

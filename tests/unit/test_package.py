@@ -102,10 +102,29 @@ def test_files_that_go_with_the_package():
     assert "2503.01840" in (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
 
 
-def test_import_loads_neither_the_trainer_nor_datasets():
-    heavy = "datasets", "transformers.trainer", "eagle3_hf.training", "eagle3_hf.cli"
-    loaded = in_fresh_interpreter(f"import sys, eagle3_hf; print([name for name in {heavy} if name in sys.modules])")
-    assert loaded == "[]"
+DECODE = """
+import sys
+import eagle3_hf
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def loaded():
+    others = "datasets", "transformers.trainer"
+    rooms = tuple(f"eagle3_hf.{room}" for room in ("training", "ttt", "export", "evaluation", "commands", "cli"))
+    return [name for name in sys.modules if name in others or name.startswith(rooms)]
+
+at_import = loaded()
+sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+target = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=7, **sizes)).eval()
+draft = eagle3_hf.Eagle3DraftModel.from_target(target)
+import torch
+output = target.generate(torch.tensor([[1, 2, 3]]), assistant_model=draft, max_new_tokens=5, eos_token_id=None)
+print(at_import, loaded(), draft.stats is not None, output.shape[1])
+"""
+
+
+def test_decoding_loads_neither_training_nor_export():
+    """At import, and after a call of `generate`."""
+    assert in_fresh_interpreter(DECODE) == "[] [] True 8"
 
 
 def test_import_prints_nothing():
