@@ -11,6 +11,7 @@ from transformers import DataCollatorForSeq2Seq, EarlyStoppingCallback, TrainerC
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from eagle3_hf.training.arguments import learning_rate_for
+from eagle3_hf.training.data.options import EncodingOptions
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
 from support.chats import chat_tokenizer
 from support.training_runs import arguments, assert_same_weights, chats, history, new_draft, trainer_for, weights
@@ -300,3 +301,11 @@ def test_few_steps_are_warned_of_unless_they_were_asked_for(target, rows, tmp_pa
 
 def test_the_default_is_to_derive_the_rate(tmp_path):
     assert Eagle3TrainingArguments(output_dir=str(tmp_path), report_to="none").learning_rate is None
+
+
+def test_the_options_of_encoding_are_those_of_the_run(tmp_path):
+    choices = {"max_length": 40, "last_turn_only": True, "mask_reasoning": True, "packing": True}
+    args = arguments(tmp_path, **choices, chat_template_kwargs='{"a": 1}', dataset_num_proc=2, seed=5)
+    expected = EncodingOptions(**choices, template_kwargs={"a": 1}, num_proc=2, seed=5)
+    assert args.encoding_options() == expected
+    assert arguments(tmp_path, **choices, seed=5, data_seed=7).encoding_options().seed == 7

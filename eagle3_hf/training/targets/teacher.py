@@ -70,7 +70,7 @@ class Teacher:
 
     def _teach(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         sequences, positions = supervised_mask(batch["labels"], batch.get("position_ids")).nonzero(as_tuple=True)
-        taught = sequences, positions + 1  # the target's output there predicts the token two ahead of a pair's position
+        taught = sequences, positions + 1  # there the target predicts the token two ahead of a pair's position
         if "features" in batch:
             features = batch["features"]
             logits, top1 = self._output.logits(batch["last_hidden"][taught]), batch["top1"][taught]
