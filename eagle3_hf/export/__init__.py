@@ -3,10 +3,12 @@
 This package works on configs and tensors and knows no model class.
 """
 
+from .borrowed import needs_target_weights
 from .card import card_text, serve_command, write_card
 from .errors import ExportError
-from .head import FORMATS, check_folder, export_head, needs_target_weights
+from .head import FORMATS, export_head
 from .unsupported import ENGINES, unsupported_features
+from .writing import check_folder
 
 
 __all__ = [

@@ -100,7 +100,7 @@ def _whole(batch: slice, document: Span, width: int | None) -> Iterator[Block]:
 
 
 def _sampled(batch: slice, document: Span, positions: list[int], width: int | None) -> Iterator[Block]:
-    """Yield the blocks of a document some of whose positions run. Keys that all of its queries see need no mask."""
+    """Yield the blocks of a document some of whose positions run; keys that a whole block sees need no mask."""
     start, end = document
     stop = bisect_left(positions, end)
     for first in range(bisect_left(positions, start), stop, QUERIES):

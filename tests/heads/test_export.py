@@ -295,7 +295,7 @@ def test_an_error_leaves_nothing(tmp_path, monkeypatch):
         save_file(*args, **kwargs)
         raise OSError("disk full")
 
-    monkeypatch.setattr("eagle3_hf.export.head.save_file", fail)
+    monkeypatch.setattr("eagle3_hf.export.writing.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         export_head(head("plain"), tmp_path / "out", VLLM)
     assert list(tmp_path.iterdir()) == []
