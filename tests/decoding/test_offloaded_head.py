@@ -51,7 +51,7 @@ def load(folder, tmp_path):
     return with_map
 
 
-def drafts_like(offloaded, resident, target, inputs=None, **kwargs) -> None:
+def assert_drafts_like(offloaded, resident, target, inputs=None, **kwargs) -> None:
     """The same text as without it, and the same guesses as of the same head in memory."""
     inputs = padded([9, 5]) if inputs is None else inputs
     kwargs = {"max_new_tokens": 12, **kwargs}
@@ -86,14 +86,14 @@ def test_every_device_map(name, load, folder, target):
             target.generate(prompt(5), max_new_tokens=4, assistant_model=offloaded)
         return
     assert home_of(offloaded) == CPU
-    drafts_like(offloaded, resident, target)
+    assert_drafts_like(offloaded, resident, target)
 
 
 @pytest.mark.parametrize(
     "kwargs", [{"do_sample": True, "temperature": 0.7}, {"num_assistant_tokens": "auto"}], ids=str
 )
 def test_sampling_and_trees_by_cost(kwargs, load, folder, target):
-    drafts_like(load(EVERYWHERE), set_tree(Eagle3DraftModel.from_pretrained(folder), "cpu"), target, **kwargs)
+    assert_drafts_like(load(EVERYWHERE), set_tree(Eagle3DraftModel.from_pretrained(folder), "cpu"), target, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_sampling_and_trees_by_cost(kwargs, load, folder, target):
 def test_every_kind_of_head(fields, load, target, tmp_path):
     draft = new_draft(target, half=False, **fields)
     draft.save_pretrained(tmp_path)
-    drafts_like(load(EVERYWHERE, tmp_path), set_tree(draft, "cpu"), target)
+    assert_drafts_like(load(EVERYWHERE, tmp_path), set_tree(draft, "cpu"), target)
 
 
 @pytest.mark.parametrize("way", ["cpu_offload", "disk_offload", "dispatch_model"])
@@ -122,7 +122,7 @@ def test_offloaded_after_loading(way, target, tmp_path):
         disk_offload(draft, tmp_path, execution_device=CPU)
     else:
         dispatch_model(draft, parts_on_disk("layers", "fc"), main_device="cpu", offload_dir=tmp_path)
-    drafts_like(draft, resident, target)
+    assert_drafts_like(draft, resident, target)
 
 
 @PEFT

@@ -291,7 +291,9 @@ SUPPORTED = "EAGLE-3 heads have `fc.weight` and a layer that reads [embedding, f
 @pytest.mark.parametrize("key", ["fc_norm", "norm_before_fc", "norm_before_residual", "eagle_config", "dflash_config"])
 def test_switched_off_they_mean_nothing(tmp_path, key):
     config, tensors = published(new_head())
-    load(write_folder(tmp_path, {**config, key: None if key.endswith("_config") else False}, tensors))
+    plain = load(write_folder(tmp_path / "plain", config, tensors))
+    off = {**config, key: None if key.endswith("_config") else False}
+    assert load(write_folder(tmp_path / "off", off, tensors)).config.to_diff_dict() == plain.config.to_diff_dict()
 
 
 def renamed(tensors: dict, old: str, new: str) -> dict:

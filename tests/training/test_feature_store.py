@@ -121,7 +121,9 @@ def test_a_full_disk_is_noticed_before_the_target_runs(target, tmp_path, monkeyp
 def test_only_what_is_still_to_be_written_needs_room(target, written, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(feature_store.shutil, "disk_usage", lambda _: usage(free=10))
+    before = shards(written)
     write(target, written)  # everything is there already
+    assert shards(written) == before
 
 
 # ----- going on ------------------------------------------------------------------------------------------------------

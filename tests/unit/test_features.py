@@ -174,6 +174,8 @@ def test_resized_target_fits_by_either_number():
     target.config.vocab_size = 340  # a padded embedding of which the config tells less
     new_head(vocab_size=352).check_target(target)
     new_head(vocab_size=340).check_target(target)
+    with pytest.raises(ValueError, match="345"):
+        new_head(vocab_size=345).check_target(target)
 
 
 def test_encoder_decoder_target_is_refused():

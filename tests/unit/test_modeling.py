@@ -411,7 +411,8 @@ def test_the_whole_share_samples_nothing(target, monkeypatch):
     draft, ids = head_for(target), prompt(8)
     monkeypatch.setattr(Supervision, "sample_positions", None)  # would raise when called
     features = features_of(target, draft, ids)
-    draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), TTTSettings(num_steps=3))
+    settings = TTTSettings(num_steps=3)
+    assert len(draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), settings)) == 3
 
 
 # ----- the cache between rounds -------------------------------------------------------------------------------------
