@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .training.data.collator import Eagle3DataCollator
     from .training.data.draft_vocab import cached_draft_vocab
     from .training.data.encoding import dropped_chats, encode_dataset, prepare_dataset, render_mask
+    from .training.data.options import EncodingOptions
     from .training.data.packing import PackedDataset
     from .training.data.sources import load_chats
     from .training.datagen.local_writer import TargetWriter, WritingSettings
@@ -54,6 +55,7 @@ else:
         "Eagle3DataCollator": "training.data.collator",
         "Eagle3Trainer": "training.trainer",
         "Eagle3TrainingArguments": "training.arguments",
+        "EncodingOptions": "training.data.options",
         "ExportError": "export",
         "MeasureTau": "training.callbacks",
         "PackedDataset": "training.data.packing",
@@ -95,6 +97,7 @@ __all__ = [
     "Eagle3DraftModel",
     "Eagle3Trainer",
     "Eagle3TrainingArguments",
+    "EncodingOptions",
     "ExportError",
     "HeadDescription",
     "HeadFormatError",

@@ -347,7 +347,7 @@ def test_sampled_rows_have_exactly_their_own_logits(target, overrides, monkeypat
     recorded.clear()
     rows = torch.tensor([[1, 4, 5, 9, 11], [0, 2, 3, 4, 10]])
     monkeypatch.setattr(Supervision, "sample_positions", lambda *args: rows)
-    sampled = draft.training_time_test(ids, features, supervision, TTTSettings(num_steps=4, row_share=0.4))
+    sampled = draft.training_time_test(ids, features, supervision, TTTSettings(num_steps=4, position_share=0.4))
     assert torch.equal(recorded[0], everything[0])
     for step in range(1, 4):
         all_rows = torch.arange(12).expand(2, -1)
@@ -397,7 +397,7 @@ def test_sampled_loss_has_the_expectation_of_the_whole(target):
     teacher = 3 * torch.randn(count, DRAFT_VOCAB)
     supervision = Supervision.build(mask, teacher, torch.ones(count, dtype=torch.bool))
     settings = TTTSettings(num_steps=3)
-    some = TTTSettings(num_steps=3, row_share=0.25)
+    some = TTTSettings(num_steps=3, position_share=0.25)
     exact = [float(step.loss_sum) for step in draft.training_time_test(ids, features, supervision, settings)]
     draws = torch.tensor(
         [
