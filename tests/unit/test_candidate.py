@@ -22,8 +22,8 @@ class Watching(Eagle3Candidate):
         super().__init__(*args, **kwargs)
         self.rounds = []
 
-    def draft_tree(self, inputs=None, max_depth=None):
-        tree = super().draft_tree(inputs, max_depth)
+    def draft_tree(self, *args):
+        tree = super().draft_tree(*args)
         self.rounds.append((self._cache.length, self._last[0, 0], tree.host()[0].tokens))
         return tree
 
