@@ -95,10 +95,8 @@ def main() -> None:
         total.comparisons.append(result)
         report(result)
     print(
-        print(
-            f"All: {total.speedup:.2f}x, mean acceptance length (tau) {total.tau:.2f}, equal ids in {total.equal} of "
-            f"{len(PROMPTS)} texts"
-        )
+        f"All: {total.speedup:.2f}x, mean acceptance length (tau) {total.tau:.2f}, equal ids in {total.equal} of "
+        f"{len(PROMPTS)} texts"
     )
     if total.differences and all(difference.is_near_tie for difference in total.differences):
         print(

@@ -95,7 +95,7 @@ def load_target(arguments: argparse.Namespace) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    from ..utils.devices import own_device
+    from ..utils.devices import own_device, warn_if_slow
 
     spread = arguments.device_map
     processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -107,4 +107,6 @@ def load_target(arguments: argparse.Namespace) -> Any:
     if spread is None:
         device = str(arguments.device or own_device())
         spread = None if device == "cpu" else {"": device}  # without a map, accelerate is not used
-    return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype, device_map=spread)
+    target = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype, device_map=spread)
+    warn_if_slow(target, arguments.model)
+    return target

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, s
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..model.target_modules import target_vocab_size
 from ..ttt.loss import IGNORE_INDEX
-from ..utils.devices import place_in_words
+from ..utils.devices import place_in_words, warn_if_slow
 from ..utils.logging import get_logger
 from .arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
 from .callbacks import MeasureTau, sample_prompts, warn_of_few_steps
@@ -165,6 +165,7 @@ def load_target(model: ModelArguments, args: Eagle3TrainingArguments) -> PreTrai
         device_map=model.device_map or {"": args.device},
         attn_implementation=model.attn_implementation,
     )
+    warn_if_slow(target, model.target)
     if model.target_adapter is not None:
         target = PeftModel.from_pretrained(target, model.target_adapter)
     return target

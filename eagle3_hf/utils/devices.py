@@ -5,6 +5,11 @@ from typing import Any
 
 import torch
 
+from .logging import get_logger
+
+
+logger = get_logger(__name__)
+
 
 def own_device() -> torch.device:
     """Return the accelerator of this process, under a launcher that of its `LOCAL_RANK`, or the CPU if there is none.
@@ -22,6 +27,25 @@ def own_device() -> torch.device:
             "process per device"
         )
     return torch.device(kind.type, rank)
+
+
+def warn_if_slow(model: Any, name: str) -> None:
+    """Warn of a model in half precision on a CPU that computes this much more slowly than float32."""
+    on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
+    if on_cpu and model.dtype in (torch.bfloat16, torch.float16) and not _computes(model.dtype):
+        logger.warning(
+            f"{name} is loaded in {str(model.dtype).removeprefix('torch.')}, for which this CPU has no instructions, "
+            "so that it can be many times slower than in float32: pass --dtype float32"
+        )
+
+
+def _computes(dtype: torch.dtype) -> bool:
+    """Whether this CPU, by its instructions, computes in `dtype`; true where torch does not tell."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    try:
+        return bool(getattr(torch.ops.mkldnn, name)())
+    except (AttributeError, RuntimeError):  # a build without oneDNN
+        return True
 
 
 def place_in_words(model: Any) -> str:

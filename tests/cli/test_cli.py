@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from eagle3_hf.cli import main
+from eagle3_hf.commands import placement
 from eagle3_hf.commands.errors import in_words
 from eagle3_hf.commands.hub import stay_offline_where_unreachable
 from eagle3_hf.commands.placement import device
@@ -352,6 +353,15 @@ def test_every_report_names_device_and_dtype(model_folder, prompts, tmp_path, ca
     for call in calls:
         assert main([*call, *place]) == 0
         assert f"cpu ({torch.get_num_threads()} threads), bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("supported", "dtype", "warns"), [(False, "bf16", 1), (True, "bf16", 0), (False, "fp32", 0)])
+def test_a_dtype_without_instructions_is_told(model_folder, monkeypatch, caplog, supported, dtype, warns):
+    """On such a CPU a target in bfloat16 can be tens of times slower, and nothing else would say why."""
+    monkeypatch.setattr("eagle3_hf.utils.devices._computes", lambda _: supported)
+    options = argparse.Namespace(model=str(model_folder), device="cpu", device_map=None, dtype=placement.dtype(dtype))
+    placement.load_target(options)
+    assert caplog.text.count("pass --dtype float32") == warns
 
 
 def test_the_device_of_a_process(monkeypatch):
