@@ -80,6 +80,8 @@ class Eagle3Candidate(CandidateGenerator):
             self._feed_pending()
 
     def _feed_pending(self) -> None:
+        if not self._pending:  # they were many in the round before, and have been fed there
+            return
         inputs = DraftInputs.joined(self._pending)
         self._pending.clear()
         self.extend(inputs)
