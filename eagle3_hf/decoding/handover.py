@@ -4,7 +4,6 @@ A finished sequence writes pad tokens. Plain decoding runs these through the mod
 calls of processors show it. Whoever gets the cache after the call finds in it what plain decoding would have left.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 
 from .output.emitter import TokenEmitter
@@ -21,16 +20,12 @@ class CacheHandover:
         target: Has the cache.
         batch: The sequences.
         tokens: Emits their tokens.
-        verify: Runs the target over trees; returns its outputs first.
-        chooser: From a walk, its trees and the outputs to what chooses tokens at the nodes that it reaches.
     """
 
-    def __init__(self, target: TargetRun, batch: Batch, tokens: TokenEmitter, verify: Callable, chooser: Callable):
+    def __init__(self, target: TargetRun, batch: Batch, tokens: TokenEmitter):
         self._target = target
         self._batch = batch
         self._tokens = tokens
-        self._verify = verify
-        self._chooser = chooser
         self._has_begun = False
         self._runs_pads = False
 
@@ -110,12 +105,13 @@ class CacheHandover:
         behind = [each.index for each in self._batch if each.cache_len < end]
         chains = {each.index: each.upcoming(max(1, end - each.cache_len)) for each in self._batch}
         tree = DraftTree.root_only(self._batch.roots()).with_chains(chains)
-        outputs, _ = self._verify(tree)
+        outputs, num_nodes = self._target.verify(tree), tree.tokens.shape[1]
         walk = Walk(tree.host())
         if is_recorded:
-            walk.run(behind, self._chooser(walk, tree, outputs), lambda index: True)
+            choose = self._tokens.chooser(walk, outputs, num_nodes, self._target.key_columns)
+            walk.run(behind, choose, lambda index: True)
         else:
             for index in behind:
                 walk.take_all(index)
         lens = [each.cache_len + len(path) for each, path in zip(self._batch, walk.paths, strict=True)]
-        self._target.keep(walk.paths, tree.tokens.shape[1], lens, min(lens))
+        self._target.keep(walk.paths, num_nodes, lens, min(lens))

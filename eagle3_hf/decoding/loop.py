@@ -23,7 +23,7 @@ from .draft.inputs import DraftInputs, PromptMedia
 from .draft.sizing import RoundSizes, TreeSizer, sizer_of
 from .handover import CacheHandover
 from .output.emitter import FURTHEST_AHEAD, TokenEmitter
-from .output.outputs import Place, StepRecord
+from .output.outputs import StepRecord
 from .output.processors import StopTest, prefix_free_warpers
 from .sequence import Batch
 from .target.capability import TREE, Capability, VerifyMode
@@ -80,7 +80,7 @@ class SpeculativeDecoding:
         self.tokens = TokenEmitter(self.batch, logits_processor, stop, streamer, sampled, record)
         synced = synced_gpus_of(target, draft, input_ids, synced_gpus)
         self.target = TargetRun(target, generation_config, model_kwargs, self.batch, capability, synced)
-        self._handover = CacheHandover(self.target, self.batch, self.tokens, self._verify, self._chooser)
+        self._handover = CacheHandover(self.target, self.batch, self.tokens)
         self._under_way: tuple[Walk, int] | None = None  # whose tree, of so many nodes, is in the cache
 
     def run(self):
@@ -179,7 +179,8 @@ class SpeculativeDecoding:
         if not shown:
             for index in padding:
                 walk.take_all(index)
-        walk.run(sorted(active + padding) if shown else active, self._chooser(walk, tree, outputs), goes_on)
+        choose = self.tokens.chooser(walk, outputs, tree.tokens.shape[1], self.target.key_columns)
+        walk.run(sorted(active + padding) if shown else active, choose, goes_on)
         return walk
 
     def _commit(self, walk: Walk, features: torch.Tensor, live: list[int]) -> None:
@@ -221,33 +222,6 @@ class SpeculativeDecoding:
                 return 0
         room = [self.tokens.room(index) for index in active]
         return min((self.config.max_length if left is None else left for left in room), default=0) - 1
-
-    def _chooser(self, walk: Walk, tree: DraftTree, outputs) -> Callable[[dict[int, int]], dict[int, int]]:
-        """From the node that each walk has reached to the token behind it, which is emitted on the way."""
-        num_nodes = tree.tokens.shape[1]
-        logits = outputs.logits[:, -num_nodes:]
-        greedy = logits.argmax(-1).tolist() if self._chooses_at_once(logits.device) else None
-
-        def place(index: int) -> Place:
-            sequence, path = self.batch[index], walk.paths[index]
-            step = sequence.root_step + len(path)
-            return Place(index, step, path, sequence.cache_len, self.batch.longest, num_nodes)
-
-        def choose(nodes: dict[int, int]) -> dict[int, int]:
-            if self.tokens.record.keeps_layers:
-                self.tokens.record.put_layers(outputs, [place(index) for index in nodes], self.target.key_columns)
-            if greedy is not None:
-                tokens = {index: greedy[index][node] for index, node in nodes.items()}
-                self.tokens.emit_tokens(tokens)
-                return tokens
-            steps = {index: self.batch[index].root_step + len(walk.paths[index]) for index in nodes}
-            return self.tokens.emit(_logits_at(logits, nodes), steps)
-
-        return choose
-
-    def _chooses_at_once(self, device: torch.device) -> bool:
-        """One transfer for all nodes instead of one per visited node; on a CPU the argmax itself is what costs."""
-        return self.tokens.is_plain_greedy and device.type != "cpu"
 
     def _count(self, walk: Walk, tree: DraftTree, active: list[int]) -> None:
         """A walk that ends at an accepted draft leaves what is below that draft untried."""
@@ -323,14 +297,6 @@ class SpeculativeDecoding:
         )
         output.speculation = self.stats  # an attribute, not a key: keys and to_tuple() stay those of plain decoding
         return output
-
-
-def _logits_at(logits: torch.Tensor, nodes: dict[int, int]) -> torch.Tensor:
-    """(B, N, V) at each sequence's node -> (B, V); those of sequences without one are their roots'."""
-    if logits.shape[0] == 1:
-        return logits[:, nodes[0]]
-    at = torch.tensor([nodes.get(index, 0) for index in range(logits.shape[0])], device=logits.device)
-    return logits[torch.arange(logits.shape[0], device=logits.device), at]
 
 
 def _pad_token_id(config: GenerationConfig) -> int | None:

@@ -1,6 +1,8 @@
 """What `generate` returns: values, shapes, counters and a cache to go on from, all as vanilla's."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,17 @@ from transformers import (
 
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from eagle3_hf.model.tree_settings import tree_settings
-from support.drafts import NEW_TOKENS, assert_same, assert_same_cache, cache_of, compare, observe, pair, target_of
+from support.drafts import (
+    NEW_TOKENS,
+    assert_same,
+    assert_same_cache,
+    cache_of,
+    compare,
+    observe,
+    padded,
+    pair,
+    target_of,
+)
 from support.families import FAMILIES, WINDOW, prompt
 
 
@@ -164,3 +176,22 @@ def test_a_cache_without_a_config_has_full_layers():
     """`DynamicCache()` grows plain layers even for windowed models; the masks must hold the window alone."""
     target, draft = pair("mistral_sw")
     compare(target, draft, prompt(20), make=lambda: {CACHE_KEY: DynamicCache()})
+
+
+@pytest.mark.parametrize("lengths", [[7], [5, 9]], ids=str)
+def test_nothing_of_a_call_outlives_it(lengths):
+    """The caches are freed when the call returns, and do not wait for the garbage collector."""
+    target, draft = pair("llama")
+    caches = []
+    hook = target.model.register_forward_pre_hook(
+        lambda module, args, kwargs: caches.append(weakref.ref(kwargs[CACHE_KEY])), with_kwargs=True
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        target.generate(**padded(lengths), max_new_tokens=6, assistant_model=draft.foretell([]))
+        assert len(caches) > 1
+        assert {cache() for cache in caches} == {None}
+    finally:
+        gc.enable()
+        hook.remove()

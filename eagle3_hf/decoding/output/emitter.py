@@ -9,6 +9,8 @@ callback that moves the generator, rewinds what was emitted behind it.
 """
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +18,8 @@ from transformers import GenerationMixin, LogitsProcessorList
 
 from ..coupling import Noise
 from ..sequence import Batch, Sequence
-from .outputs import StepRecord
+from ..verification import Walk
+from .outputs import KeyColumns, Place, StepRecord
 from .processors import HARMLESS_PROCESSORS, PREFIX_FREE_WARPERS, STATELESS_PROCESSORS, StopTest
 
 
@@ -107,6 +110,40 @@ class TokenEmitter:
 
     # ----- emitting -------------------------------------------------------------------------------------------------
 
+    def chooser(
+        self, walk: Walk, outputs: Any, num_nodes: int, key_columns: Callable[[], list[KeyColumns]]
+    ) -> Callable[[dict[int, int]], dict[int, int]]:
+        """From the node that each sequence's walk has reached to the token behind it, which is emitted on the way.
+
+        Args:
+            walk: Asks, and holds the paths so far.
+            outputs: Of the target's forward over the trees.
+            num_nodes: N of the trees, padding included.
+            key_columns: See [`StepRecord.put_layers`].
+        """
+        logits = outputs.logits[:, -num_nodes:]
+        greedy = logits.argmax(-1).tolist() if self._chooses_at_once(logits.device) else None
+
+        def choose(nodes: dict[int, int]) -> dict[int, int]:
+            if self.record.keeps_layers:
+                places = [self._place(index, walk.paths[index], num_nodes) for index in nodes]
+                self.record.put_layers(outputs, places, key_columns)
+            if greedy is not None:
+                return self.emit_tokens({index: greedy[index][node] for index, node in nodes.items()})
+            steps = {index: self._batch[index].root_step + len(walk.paths[index]) for index in nodes}
+            return self.emit(_logits_at(logits, nodes), steps)
+
+        return choose
+
+    def _chooses_at_once(self, device: torch.device) -> bool:
+        """One transfer for all nodes instead of one per visited node; on a CPU the argmax itself is what costs."""
+        return self.is_plain_greedy and device.type != "cpu"
+
+    def _place(self, index: int, path: list[int], num_nodes: int) -> Place:
+        sequence = self._batch[index]
+        step = sequence.root_step + len(path)
+        return Place(index, step, path, sequence.cache_len, self._batch.longest, num_nodes)
+
     def emit(self, logits: torch.Tensor, steps: dict[int, int]) -> dict[int, int]:
         """Process raw logits; choose, record and append a token of some sequences; commit the steps this allows.
 
@@ -123,20 +160,25 @@ class TokenEmitter:
         scores = self._processed(raw, steps)
         self.record.put_logits(steps, scores, raw)
         chosen = self._chosen(scores, steps)
-        padding = {index: step for index, step in steps.items() if self._batch[index].is_padding}
-        for index, step in padding.items():
-            self._batch[index].pads_chosen = max(step + 1, self._batch[index].pads_chosen)
-        self.emit_tokens({index: token for index, token in chosen.items() if index not in padding})
-        return {**chosen, **dict.fromkeys(padding, self._batch.pad_token_id)}
+        for index, step in steps.items():
+            if self._batch[index].is_padding:
+                self._batch[index].pads_chosen = max(step + 1, self._batch[index].pads_chosen)
+        return self.emit_tokens(chosen)
 
-    def emit_tokens(self, tokens: dict[int, int]) -> None:
-        """Append plain greedy choices that are on the host already."""
-        for index, token in tokens.items():
+    def emit_tokens(self, chosen: dict[int, int]) -> dict[int, int]:
+        """Append choices that are on the host; returns them, with pad tokens for those of finished sequences."""
+        tokens = {}
+        for index, token in chosen.items():
             sequence = self._batch[index]
+            if sequence.is_padding:
+                tokens[index] = self._batch.pad_token_id
+                continue
+            tokens[index] = token
             step = sequence.append(token)
             if self._stop.after_token(token, sequence.length):
                 sequence.finish(step)
         self._commit_steps()
+        return tokens
 
     def _without_broken(self, raw: torch.Tensor, steps: dict[int, int]) -> dict[int, int]:
         """Blank the logits that nobody asks for, and of sequences ahead those from which nothing can be drawn."""
@@ -277,3 +319,11 @@ class TokenEmitter:
         """Tell the streamer that the text has ended."""
         if self._streamer is not None:
             self._streamer.end()
+
+
+def _logits_at(logits: torch.Tensor, nodes: dict[int, int]) -> torch.Tensor:
+    """(B, N, V) at each sequence's node -> (B, V); those of sequences without one are their roots'."""
+    if logits.shape[0] == 1:
+        return logits[:, nodes[0]]
+    at = torch.tensor([nodes.get(index, 0) for index in range(logits.shape[0])], device=logits.device)
+    return logits[torch.arange(logits.shape[0], device=logits.device), at]
