@@ -163,10 +163,10 @@ class TargetRun:
         tokens = tree.tokens.to(committed.device)
         kwargs = self._tree_kwargs(tree.depths)
         ids = torch.cat([committed, tokens], dim=1)
-        if tokens.shape[1] == 1 and self._batch.is_even:
+        if tokens.shape[1] == 1 and self._batch.is_aligned:
             return self._forward(ids, 1, kwargs)
         past: int | torch.Tensor = self._batch.longest
-        if not self._batch.is_even:
+        if not self._batch.is_aligned:
             past = torch.tensor(self._batch.cache_lens, device=tree.tokens.device)
         with maskable_attention(self.target), tree_attention(tree.ancestors, tree.depths, past) as active:
             outputs = self._forward(ids, tokens.shape[1], kwargs)
@@ -310,7 +310,7 @@ class TargetRun:
         mask = kwargs.get("attention_mask")
         if mask is not None:
             kwargs["attention_mask"] = self._mask(mask, num_nodes)
-        elif not self._batch.is_even:
+        elif not self._batch.is_aligned:
             kwargs["attention_mask"] = self._mask(self._full_mask(device), num_nodes)
         grown = self._batch.new_slots + num_nodes - 1
         for name in ("token_type_ids", "mm_token_type_ids"):
