@@ -300,10 +300,7 @@ class SpeculativeDecoding:
         if not self.config.return_dict_in_generate:
             return self.batch.input_ids
         fields: dict[str, Any] = {CACHE_KEY: self.target.cache, **self.tokens.record.until(self.batch.steps)}
-        output = GenerateDecoderOnlyOutput(
-            sequences=self.batch.input_ids,
-            **fields,
-        )
+        output = GenerateDecoderOnlyOutput(sequences=self.batch.input_ids, **fields)
         output.speculation = self.stats  # an attribute, not a key: keys and to_tuple() stay those of plain decoding
         return output
 

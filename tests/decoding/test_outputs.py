@@ -178,8 +178,9 @@ def test_a_cache_without_a_config_has_full_layers():
     compare(target, draft, prompt(20), make=lambda: {CACHE_KEY: DynamicCache()})
 
 
+@MODES
 @pytest.mark.parametrize("lengths", [[7], [5, 9]], ids=str)
-def test_nothing_of_a_call_outlives_it(lengths):
+def test_nothing_of_a_call_outlives_it(lengths, mode):
     """The caches are freed when the call returns, and do not wait for the garbage collector."""
     target, draft = pair("llama")
     caches = []
@@ -189,7 +190,7 @@ def test_nothing_of_a_call_outlives_it(lengths):
     gc.collect()
     gc.disable()
     try:
-        target.generate(**padded(lengths), max_new_tokens=6, assistant_model=draft.foretell([]))
+        target.generate(**padded(lengths), max_new_tokens=6, assistant_model=draft.foretell([]), **mode)
         assert len(caches) > 1
         assert {cache() for cache in caches} == {None}
     finally:

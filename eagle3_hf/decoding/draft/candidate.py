@@ -164,21 +164,16 @@ class Eagle3Candidate(CandidateGenerator):
     def _watch_length(self) -> None:
         """Warn once if the text is longer than the sequences that the head was trained on."""
         trained = self.draft.config.max_position_embeddings
-        # The length of the cache is an upper bound. It is compared first, since `_furthest` waits for the device.
-        if (
-            self.draft._warned_of_length
-            or self._start + self._cache.length <= trained
-            or int(self._furthest()) <= trained
-        ):
+        # The length of the cache is an upper bound. It is compared first, since `_next` may have to be waited for.
+        if self.draft._warned_of_length or self._start + self._cache.length <= trained:
+            return
+        if int(torch.as_tensor(self._next).max()) <= trained:
             return
         self.draft._warned_of_length = True
         logger.warning(
             f"The text is longer than the {trained} positions that the draft head was made for "
             "(max_position_embeddings). Output is unaffected, but fewer drafts may be accepted from here on."
         )
-
-    def _furthest(self) -> int | torch.Tensor:
-        return self._next.max() if isinstance(self._next, torch.Tensor) else self._next
 
     def rewind(self, index: int, position: int) -> None:
         """Remove the positions of one sequence from `position` on. It must be fed before it drafts again."""
@@ -230,16 +225,12 @@ class Eagle3Candidate(CandidateGenerator):
         features = self._stock_features(model_outputs.hidden_states)
         new = features.shape[1] if self._last is None else int(n_last_matches) + 1
         inputs = DraftInputs(features[:, :new], input_ids[:, -new:])
-        tree = self._chain().draft_tree(inputs)
+        depth, is_chain = self.settings.depth, self.settings.top_k == 1
+        tree = self.draft_tree(inputs, settings=self.settings if is_chain else TreeSettings(depth, depth, 1))
         return torch.cat([input_ids, tree.tokens[:, 1:].to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Do nothing: the size of the trees is fixed in a call."""
-
-    def _chain(self) -> "Eagle3Candidate":
-        if self.settings.top_k > 1:
-            self.settings = TreeSettings(self.settings.depth, self.settings.depth, 1)
-        return self
 
     def _stock_features(self, hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         ids = self.draft.config.target_layer_ids

@@ -65,6 +65,7 @@ class TokenEmitter:
         self.noise: Noise | None = None
         self._batch = batch
         self._limit: int | None = None
+        self._most_tokens = None if stop.max_length is None else stop.max_length - batch.prompt_length
         self._is_committing = False
         self._processors = processors
         self._stop = stop
@@ -101,6 +102,7 @@ class TokenEmitter:
     def limit(self, steps: int) -> None:
         """Set the number of steps after which decoding stops, even if no criterion ends it."""
         self._limit = steps
+        self._most_tokens = steps if self._most_tokens is None else min(steps, self._most_tokens)
 
     @property
     def is_full(self) -> bool:
@@ -109,10 +111,7 @@ class TokenEmitter:
 
     def room(self, index: int) -> int | None:
         """Return how many more tokens a sequence can have; `None` if there is no limit."""
-        longest = self._stop.max_length
-        limits = [self._limit, None if longest is None else longest - self._batch.prompt_length]
-        most = min((limit for limit in limits if limit is not None), default=None)
-        return None if most is None else most - len(self._batch[index].token_ids)
+        return None if self._most_tokens is None else self._most_tokens - len(self._batch[index].token_ids)
 
     # ----- emitting -------------------------------------------------------------------------------------------------
 
