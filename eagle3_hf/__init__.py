@@ -6,50 +6,135 @@ import eagle3_hf
 draft = eagle3_hf.Eagle3DraftModel.from_pretrained(path_or_repo)
 target.generate(**inputs, assistant_model=draft)  # the same text, sooner
 ```
+
+The names listed in `__all__` are the public ones, see docs/api.md.
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, AutoModel
 
+from .acceptance import SpeculationStats, simulated_acceptance_length
 from .decoding.draft.candidate import Eagle3Candidate
 from .decoding.patching import disable, enable, enabled
 from .decoding.tree import DraftTree
 from .model.configuration_eagle3 import Eagle3DraftConfig
+from .model.loading import describe_head
 from .model.modeling_eagle3 import Eagle3DraftModel
+from .model.target_check import default_layer_ids
+from .model.vocab import check_tokenizer
+from .published_formats import HeadDescription, HeadFormatError
+from .utils.devices import own_device
+
+
+# A decoder needs neither Trainer nor datasets: these modules are imported on first use. Type checkers do not see the
+# function `__getattr__`, so that to them a misspelt name is an error.
+if TYPE_CHECKING:
+    from .evaluation.bench import Comparison, TaskResult, compare
+    from .export import ExportError, export_head
+    from .inspection import inspect_head
+    from .training.arguments import Eagle3TrainingArguments
+    from .training.callbacks import MeasureTau
+    from .training.data.collator import Eagle3DataCollator
+    from .training.data.draft_vocab import cached_draft_vocab
+    from .training.data.encoding import dropped_chats, encode_dataset, prepare_dataset, render_mask
+    from .training.data.options import EncodingOptions
+    from .training.data.packing import PackedDataset
+    from .training.data.sources import load_chats
+    from .training.datagen.local_writer import TargetWriter, WritingSettings
+    from .training.datagen.regeneration import Regeneration
+    from .training.datagen.synthesis import synthesize
+    from .training.resume import last_whole_checkpoint
+    from .training.targets.feature_store import StoredFeatures, write_features
+    from .training.trainer import Eagle3Trainer
+    from .ttt.settings import TTTSettings
+else:
+    _LAZY = {
+        "Comparison": "evaluation.bench",
+        "Eagle3DataCollator": "training.data.collator",
+        "Eagle3Trainer": "training.trainer",
+        "Eagle3TrainingArguments": "training.arguments",
+        "EncodingOptions": "training.data.options",
+        "ExportError": "export",
+        "MeasureTau": "training.callbacks",
+        "PackedDataset": "training.data.packing",
+        "Regeneration": "training.datagen.regeneration",
+        "StoredFeatures": "training.targets.feature_store",
+        "TTTSettings": "ttt.settings",
+        "TargetWriter": "training.datagen.local_writer",
+        "TaskResult": "evaluation.bench",
+        "WritingSettings": "training.datagen.local_writer",
+        "cached_draft_vocab": "training.data.draft_vocab",
+        "compare": "evaluation.bench",
+        "dropped_chats": "training.data.encoding",
+        "encode_dataset": "training.data.encoding",
+        "export_head": "export",
+        "inspect_head": "inspection",
+        "last_whole_checkpoint": "training.resume",
+        "load_chats": "training.data.sources",
+        "prepare_dataset": "training.data.encoding",
+        "render_mask": "training.data.encoding",
+        "synthesize": "training.datagen.synthesis",
+        "write_features": "training.targets.feature_store",
+    }
+
+    def __getattr__(name: str):
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+        return value
 
 
 __version__ = "0.1.0"
 
-# Imported on first use: a decoder needs neither Trainer nor datasets.
-_LAZY = {
-    "Eagle3Trainer": ".training.trainer",
-    "Eagle3TrainingArguments": ".training.arguments",
-    "export_head": ".export.head",
-}
-
 __all__ = [
+    "Comparison",
     "DraftTree",
     "Eagle3Candidate",
+    "Eagle3DataCollator",
     "Eagle3DraftConfig",
     "Eagle3DraftModel",
     "Eagle3Trainer",
     "Eagle3TrainingArguments",
+    "EncodingOptions",
+    "ExportError",
+    "HeadDescription",
+    "HeadFormatError",
+    "MeasureTau",
+    "PackedDataset",
+    "Regeneration",
+    "SpeculationStats",
+    "StoredFeatures",
+    "TTTSettings",
+    "TargetWriter",
+    "TaskResult",
+    "WritingSettings",
+    "cached_draft_vocab",
+    "check_tokenizer",
+    "compare",
+    "default_layer_ids",
+    "describe_head",
     "disable",
+    "dropped_chats",
     "enable",
     "enabled",
+    "encode_dataset",
     "export_head",
+    "inspect_head",
+    "last_whole_checkpoint",
+    "load_chats",
+    "own_device",
+    "prepare_dataset",
+    "render_mask",
+    "simulated_acceptance_length",
+    "synthesize",
+    "write_features",
 ]
 
 
-def __getattr__(name: str):
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *__all__})
 
 
 AutoConfig.register("eagle3_draft", Eagle3DraftConfig, exist_ok=True)

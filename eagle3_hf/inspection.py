@@ -20,9 +20,10 @@ from transformers import (
 )
 
 from .model.configuration_eagle3 import Eagle3DraftConfig
-from .model.features import check_target, decoder_blocks, num_target_layers
 from .model.loading import canonical_config, check_tensors, describe_head
 from .model.modeling_eagle3 import Eagle3DraftModel
+from .model.target_check import check_target
+from .model.target_modules import decoder_blocks, num_target_layers
 from .published_formats import HeadDescription, HeadFormatError
 
 

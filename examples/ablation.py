@@ -15,10 +15,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
-from eagle3_hf.training.callbacks import MeasureTau
-from eagle3_hf.training.data.encoding import load_chats, prepare_dataset
-from eagle3_hf.utils.devices import own_device
+from eagle3_hf import (
+    Eagle3DraftModel,
+    Eagle3Trainer,
+    Eagle3TrainingArguments,
+    MeasureTau,
+    load_chats,
+    own_device,
+    prepare_dataset,
+)
 
 
 # EAGLE and EAGLE-2 weight the token loss with 0.1 and the regression with 1.

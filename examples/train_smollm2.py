@@ -13,12 +13,17 @@ import torch
 from demo_target import TARGET_ID, demo_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
-from eagle3_hf.training.data.encoding import prepare_dataset
-from eagle3_hf.training.datagen.synthesis import synthesize
-from eagle3_hf.training.resume import last_whole_checkpoint
-from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
-from eagle3_hf.utils.devices import own_device
+from eagle3_hf import (
+    Eagle3DraftModel,
+    Eagle3Trainer,
+    Eagle3TrainingArguments,
+    StoredFeatures,
+    last_whole_checkpoint,
+    own_device,
+    prepare_dataset,
+    synthesize,
+    write_features,
+)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--ttt-steps", type=int, default=4)
-    parser.add_argument("--row-share", type=float, default=0.33)
+    parser.add_argument("--position-share", type=float, default=0.33)
     return parser.parse_args()
 
 
@@ -68,8 +73,8 @@ def main() -> None:
         model=draft,
         target_model=target,
         args=training_arguments(arguments),
-        train_dataset=StoredFeatures(features, rows=range(split)),
-        eval_dataset=StoredFeatures(features, rows=range(split, everything)),
+        train_dataset=StoredFeatures(features, indices=range(split)),
+        eval_dataset=StoredFeatures(features, indices=range(split, everything)),
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=last_whole_checkpoint(arguments.workdir / "checkpoints"))
@@ -87,7 +92,7 @@ def training_arguments(arguments: argparse.Namespace) -> Eagle3TrainingArguments
         lr_scheduler_type="cosine",
         warmup_steps=0.04,
         ttt_steps=arguments.ttt_steps,
-        row_share=arguments.row_share,
+        position_share=arguments.position_share,
         train_sampling_strategy="group_by_length",
         bf16=True,
         use_cpu=not torch.accelerator.is_available(),

@@ -1,7 +1,5 @@
 """`eagle3-hf datagen`: let a target write training chats, or answer the prompts of a dataset."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence
@@ -17,44 +15,53 @@ if TYPE_CHECKING:
     from ..training.datagen.local_writer import WritingSettings
     from ..training.datagen.regeneration import Writer
 
-# Options of one of the two jobs, refused with the other.
+# Options that belong to one of the two jobs, and are rejected with the other.
 _FOR_PROMPTS = ("split", "about", "server", "model_name", "concurrency", "timeout", "request_extra")
 _FOR_OWN_CHATS = ("num_chats", "seeds", "max_user_tokens", "top_p")
 _FOR_SERVERS = ("concurrency", "timeout", "request_extra")
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command and its arguments."""
     parser = commands.add_parser(
         "datagen",
         help="let a target write training chats, or answer a dataset's prompts",
         description="Let a target answer the prompts of a dataset (--prompts), in this process, in several under "
         "`accelerate launch`, or on a server (--server); or let it write user turns too (--num-chats). An interrupted "
-        "run goes on when started again.",
+        "run resumes when it is started again.",
     )
     parser.add_argument(
         "model", metavar="MODEL", type=place, help="target: a local folder or a Hub id, with its chat template"
     )
-    parser.add_argument("output", metavar="OUTPUT", type=path, help="JSONL file to write or to continue")
-    parser.add_argument("--batch-size", type=count, default=32, help="chats written at once (default: 32)")
-    parser.add_argument("--max-new-tokens", type=count, default=224, help="longest answer (default: 224)")
-    parser.add_argument("--temperature", type=positive, default=1.0, help="where it is not greedy (default: 1)")
-    parser.add_argument("--greedy-share", type=share, default=0.5, help="share of greedy answers (default: 0.5)")
-    parser.add_argument("--seed", type=amount, default=0, help="of all random choices (default: 0)")
+    parser.add_argument("output", metavar="OUTPUT", type=path, help="JSONL file that is created or continued")
     parser.add_argument(
-        "--template-kwargs", type=json_object, help='JSON for the template: {"enable_thinking": false}'
+        "--batch-size", type=count, default=32, help="number of chats that are written at once (default: 32)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=count, default=224, help="tokens of the longest answer (default: 224)"
+    )
+    parser.add_argument(
+        "--temperature", type=positive, default=1.0, help="temperature of answers that are not greedy (default: 1)"
+    )
+    parser.add_argument("--greedy-share", type=share, default=0.5, help="share of greedy answers (default: 0.5)")
+    parser.add_argument("--seed", type=amount, default=0, help="seed of all random choices (default: 0)")
+    parser.add_argument(
+        "--template-kwargs",
+        type=json_object,
+        help='variables for the chat template, as JSON: {"enable_thinking": false}',
     )
     add_placement(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    _add_own_chats(parser.add_argument_group("chats of its own"))
+    _add_own_chats(parser.add_argument_group("chats that the target writes itself"))
     _add_prompts(parser.add_argument_group("answers to the prompts of a dataset"))
     parser.set_defaults(run=run, resumes=True)
 
 
 def _add_own_chats(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-chats", type=count, help="chats that the file is to hold in the end")
-    group.add_argument("--seeds", type=path, help="text file, a beginning of a user turn on each line")
-    group.add_argument("--max-user-tokens", type=count, help="longest user turn (default: 96)")
-    group.add_argument("--top-p", type=share, help="of user turns (default: 0.95)")
+    group.add_argument("--num-chats", type=count, help="number of chats that the file has at the end")
+    group.add_argument("--seeds", type=path, help="text file with the beginning of a user turn on each line")
+    group.add_argument("--max-user-tokens", type=count, help="tokens of the longest user turn (default: 96)")
+    group.add_argument("--top-p", type=share, help="top_p of user turns (default: 0.95)")
 
 
 def _add_prompts(group: argparse._ArgumentGroup) -> None:
@@ -63,27 +70,34 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--about",
         type=path,
-        help="text file, a user turn with {text} on each line (\\n: a new line): "
-        "ask about the last answers of DATASET's chats",
+        help="text file with a user turn on each line, in which {text} stands for the last answer of a chat of "
+        "DATASET and \\n for a new line: ask about these answers",
     )
-    group.add_argument("--server", metavar="URL", help="ask a server with OpenAI's chat API (vLLM, SGLang)")
-    group.add_argument("--model-name", help="name of the target there (default: MODEL)")
-    group.add_argument("--concurrency", type=count, help="chats asked at once (default: 32)")
+    group.add_argument(
+        "--server",
+        metavar="URL",
+        help="ask a server with OpenAI's chat API (vLLM, SGLang), with the key in OPENAI_API_KEY if it requires one",
+    )
+    group.add_argument("--model-name", help="name of the target on the server (default: MODEL)")
+    group.add_argument(
+        "--concurrency", type=count, help="number of chats that are sent to the server at once (default: 32)"
+    )
     group.add_argument("--timeout", type=positive, help="seconds to wait for an answer (default: 600)")
-    group.add_argument("--request-extra", type=json_object, help='JSON for every request: {"top_k": -1}')
+    group.add_argument("--request-extra", type=json_object, help='fields of every request, as JSON: {"top_k": -1}')
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     if (arguments.prompts is None) == (arguments.num_chats is None):
-        raise ValueError("pass --prompts (answer a dataset) or --num-chats (write chats), one of the two")
+        raise ValueError("pass either --prompts (answer a dataset) or --num-chats (write chats)")
     job, unused = ("--num-chats", _FOR_PROMPTS) if arguments.prompts is None else ("--prompts", _FOR_OWN_CHATS)
-    _refuse(arguments, unused, f"with {job}")
+    _reject(arguments, unused, f"with {job}")
     if arguments.server is None:
-        _refuse(arguments, _FOR_SERVERS, "without --server")
+        _reject(arguments, _FOR_SERVERS, "without --server")
     if not arguments.output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"the folder of {arguments.output} does not exist; create it first")
-    if arguments.output.exists() and not arguments.output.is_file():  # a device could be read without an end
-        kind = "a folder" if arguments.output.is_dir() else "no regular file"
+        raise FileNotFoundError(f"the folder of {arguments.output} does not exist: create it first")
+    if arguments.output.exists() and not arguments.output.is_file():  # reading a device may never end
+        kind = "a folder" if arguments.output.is_dir() else "not a regular file"
         raise FileExistsError(f"{arguments.output} is {kind}; name the JSONL file to write")
     check_output_folder(arguments.output.parent)
     written = _write_chats(arguments) if arguments.prompts is None else _answer_prompts(arguments)
@@ -100,20 +114,20 @@ def _in_all(output: Path) -> str:
         return f", which holds {sum(1 for _ in file)} in all"
 
 
-def _refuse(arguments: argparse.Namespace, options: Sequence[str], where: str) -> None:
+def _reject(arguments: argparse.Namespace, options: Sequence[str], where: str) -> None:
     given = [name for name in options if getattr(arguments, name) is not None]
     if given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"{flags}: of no meaning {where}")
+        raise ValueError(f"{flags}: no meaning {where}")
 
 
 def _write_chats(arguments: argparse.Namespace) -> int:
-    # Before the target is loaded: a mistyped file name shall not cost a minute.
+    # Before the target is loaded, so that a mistyped file name does not cost a minute.
     seeds = read_lines(arguments.seeds) if arguments.seeds else []
     if arguments.seeds and not any(line.strip() for line in seeds):
-        raise ValueError(f"{arguments.seeds} is empty: write a beginning of a user turn on each line")
+        raise ValueError(f"{arguments.seeds} is empty: write the beginning of a user turn on each line")
     if _part()[1] > 1:
-        raise ValueError("one process writes the chats of --num-chats; several can share --prompts")
+        raise ValueError("--num-chats runs in one process only; several can share --prompts")
 
     from ..training.datagen.synthesis import synthesize
 
@@ -163,13 +177,13 @@ def _answer_prompts(arguments: argparse.Namespace) -> int:
         about=about,
         split=arguments.split,
     )
-    if not regeneration.pending:  # no target need be loaded
+    if not regeneration.pending:  # no target is needed
         regeneration.merge()
         return 0
     return regeneration.run(_writer(arguments, settings), progress=not arguments.quiet and _part()[0] == 0)
 
 
-def _writer(arguments: argparse.Namespace, settings: WritingSettings) -> Writer:
+def _writer(arguments: argparse.Namespace, settings: "WritingSettings") -> "Writer":
     if arguments.server is None:
         from ..training.datagen.local_writer import TargetWriter
 
@@ -196,5 +210,5 @@ def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _part() -> tuple[int, int]:
-    """Which of how many processes this is, as launchers (accelerate, torchrun) say."""
+    """Return the rank of this process and the number of processes, which launchers (accelerate, torchrun) set."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -4,6 +4,7 @@ import errno
 import re
 from collections.abc import Sequence
 
+from ..training.datagen.errors import ServerError
 from .models import exists
 
 
@@ -27,7 +28,7 @@ def in_words(error: Exception, places: Sequence[str] = ()) -> str:
     text = str(error) if ours else " ".join(_text(error).split())
     if _is_full(error):
         return f"the disk is full: {text}. Make room and run the same command again; it resumes where it can"
-    if _OFFLINE.search(f"{type(error).__name__} {text}"):
+    if not isinstance(error, ServerError) and _OFFLINE.search(f"{type(error).__name__} {text}"):
         return _unreachable(places, text)
     if text.startswith("Couldn't instantiate the backend tokenizer") and places:
         return f"{places[0]} has no tokenizer that transformers can load: {text}"

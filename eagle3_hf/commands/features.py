@@ -1,44 +1,52 @@
-"""`eagle3-hf features`: run a target over training data once and store what a head learns from."""
-
-from __future__ import annotations
+"""`eagle3-hf features`: run a target over training data once, and store the features that a head is trained on."""
 
 import argparse
 import os
 import shutil
 
+from .encoding import add_encoding, encoding_options
 from .help import Defaults, say_next
 from .placement import add_placement, load_target
-from .values import amount, check_output_folder, count, json_object, path, place
+from .values import amount, check_output_folder, count, path, place
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command and its arguments."""
     parser = commands.add_parser(
         "features",
         help="store a target's features of training data",
-        description="Run a target over chats and store its features, to train from with `eagle3-hf train "
-        "--train_data OUT`. The size is printed first. An interrupted run goes on when started again; under "
-        "`accelerate launch` or torchrun each process writes its share.",
+        description="Run a target over chats and store its features, for `eagle3-hf train --train_data OUT`. The size "
+        "is printed first. An interrupted run resumes when it is started again; under `accelerate launch` or torchrun "
+        "each process writes its share.",
         formatter_class=Defaults,
     )
     parser.add_argument(
         "model", metavar="MODEL", type=place, help="target: a local folder or a Hub id, with its chat template"
     )
     parser.add_argument("data", metavar="DATA", type=place, help="chats: file, folder, or Hub id (name:split[:1000])")
-    parser.add_argument("output", metavar="OUT", type=path, help="folder of the store, created or continued")
+    parser.add_argument("output", metavar="OUT", type=path, help="folder of the store, which is created or continued")
     parser.add_argument("--split", help="split of DATA")
-    parser.add_argument("--max-length", type=count, default=2048, help="tokens kept of each chat")
-    parser.add_argument("--last-turn-only", action="store_true", help="learn from the last answer of a chat only")
-    parser.add_argument("--mask-reasoning", action="store_true", help="do not learn thoughts")
+    add_encoding(parser)
     parser.add_argument(
-        "--template-kwargs", type=json_object, help='JSON for the template: {"enable_thinking": false}'
+        "--layer-ids", type=amount, nargs="+", help="indices of hidden_states to store (default: those of a new head)"
     )
-    parser.add_argument("--layer-ids", type=amount, nargs="+", help="hidden_states indices (default: a new head's)")
-    parser.add_argument("--store-dtype", default="bfloat16", choices=["float32", "bfloat16", "float16", "fp8"])
-    parser.add_argument("--batch-tokens", type=count, default=8192, help="padded tokens a forward")
-    parser.add_argument("--shard-rows", type=count, default=256, help="chats a file; what a kill can cost")
-    parser.add_argument("--part", type=_part, help="I/N: write every N-th file from the I-th on (default: by RANK)")
+    parser.add_argument(
+        "--store-dtype",
+        default="bfloat16",
+        choices=["float32", "bfloat16", "float16", "fp8"],
+        help="data type of the stored features",
+    )
+    parser.add_argument("--batch-tokens", type=count, default=8192, help="tokens of a forward pass, with padding")
+    parser.add_argument(
+        "--shard-size", type=count, default=256, help="chats in a file; an interrupted run loses at most one file"
+    )
+    parser.add_argument(
+        "--part", type=_part, help="I/N: write every N-th file, beginning with file I (default: by RANK)"
+    )
     add_placement(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the size, load no weights, store nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the size without loading weights or storing features"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=run, resumes=True)
 
@@ -46,34 +54,29 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _part(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
     if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 0/4, ..., 3/4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part such as 0/4, ..., 3/4")
     return int(index), int(count)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from ..training.data.encoding import prepare_dataset
+    from ..training.data.encoding import prepare_chats
     from ..training.data.sources import load_chats
     from ..training.targets.feature_store import write_features
     from ..utils.devices import place_in_words
 
     check_output_folder(arguments.output)
     part = arguments.part or (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-    rows = prepare_dataset(
-        load_chats(arguments.data, split=arguments.split),
-        AutoTokenizer.from_pretrained(arguments.model),
-        max_length=arguments.max_length,
-        template_kwargs=arguments.template_kwargs,
-        last_turn_only=arguments.last_turn_only,
-        mask_reasoning=arguments.mask_reasoning,
-    )
+    chats = load_chats(arguments.data, split=arguments.split)
+    examples = prepare_chats(chats, AutoTokenizer.from_pretrained(arguments.model), encoding_options(arguments))
     dtype = torch.float8_e4m3fn if arguments.store_dtype == "fp8" else getattr(torch, arguments.store_dtype)
     layer_ids = _layer_ids(arguments)
     if part[0] == 0:
-        print(_size(rows, arguments, layer_ids, dtype), flush=True)
+        print(_size(examples, arguments, layer_ids, dtype), flush=True)
     if arguments.dry_run:
         return 0
     logging.disable_progress_bar()
@@ -81,11 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.model} runs on {place_in_words(target)}", flush=True)
     write_features(
         target,
-        rows,
+        examples,
         arguments.output,
         layer_ids,
         batch_tokens=arguments.batch_tokens,
-        shard_rows=arguments.shard_rows,
+        shard_size=arguments.shard_size,
         dtype=dtype,
         part=part,
         progress=not arguments.quiet,
@@ -99,24 +102,25 @@ def run(arguments: argparse.Namespace) -> int:
 def _layer_ids(arguments: argparse.Namespace) -> list[int]:
     from transformers import AutoConfig
 
-    from ..model.features import default_layer_ids, num_blocks
+    from ..model.target_check import default_layer_ids
+    from ..model.target_modules import num_blocks
 
     text = AutoConfig.from_pretrained(arguments.model).get_text_config()
     return sorted(arguments.layer_ids) if arguments.layer_ids else default_layer_ids(num_blocks(text))
 
 
-def _size(rows, arguments: argparse.Namespace, layer_ids: list[int], dtype) -> str:
+def _size(examples, arguments: argparse.Namespace, layer_ids: list[int], dtype) -> str:
     from transformers import AutoConfig
 
     from ..training.data.packing import token_lengths
     from ..training.targets.feature_store import projected_bytes
 
-    tokens = sum(token_lengths(rows))
+    tokens = sum(token_lengths(examples))
     width = AutoConfig.from_pretrained(arguments.model).get_text_config().hidden_size
     size = projected_bytes(tokens, width, len(layer_ids), dtype)
     place = next(folder for folder in (arguments.output, *arguments.output.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     return (
-        f"{len(rows):,} chats, {tokens:,} tokens: {size / 1e9:.3g} GB as {arguments.store_dtype} "
-        f"({size / max(tokens, 1):,.0f} bytes a token); {free / 1e9:.3g} GB are free at {place}"
+        f"{len(examples):,} chats, {tokens:,} tokens: {size / 1e9:.3g} GB in {arguments.store_dtype} "
+        f"({size / max(tokens, 1):,.0f} bytes per token); {free / 1e9:.3g} GB are free at {place}"
     )

@@ -1,6 +1,4 @@
-"""`eagle3-hf show-mask`: what of a dataset a head would learn, before anything is trained."""
-
-from __future__ import annotations
+"""`eagle3-hf show-mask`: show which tokens of a dataset a head would learn, before anything is trained."""
 
 import argparse
 import json
@@ -8,20 +6,22 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .encoding import add_encoding, encoding_options
 from .help import Defaults, say_next
-from .values import amount, count, json_object, place
+from .values import amount, count, place
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command and its arguments."""
     parser = commands.add_parser(
         "show-mask",
         help="show which tokens of a dataset are learnt",
-        description="Encode a dataset as the trainer would and show some of its chats: what is learnt is green on a "
-        "terminal, else between [[ and ]]. Counts of the whole dataset follow.",
+        description="Encode a dataset as the trainer would, and show some of its chats: tokens to learn are green on "
+        "a terminal, otherwise between [[ and ]]. Counts of the whole dataset follow.",
         formatter_class=Defaults,
     )
     parser.add_argument(
@@ -29,36 +29,26 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("data", metavar="DATASET", type=place, help="file, folder, or Hub id (name:split[:1000])")
     parser.add_argument("--split", help="split of DATASET")
-    parser.add_argument("--num-chats", type=count, default=2, help="chats to show")
-    parser.add_argument("--first", type=amount, default=0, help="number of the first chat to show")
-    parser.add_argument("--empty", action="store_true", help="show chats with nothing to learn")
-    parser.add_argument("--max-length", type=count, default=2048, help="tokens kept of each chat")
-    parser.add_argument("--last-turn-only", action="store_true", help="learn from the last answer of a chat only")
-    parser.add_argument("--mask-reasoning", action="store_true", help="do not learn thoughts")
-    parser.add_argument(
-        "--template-kwargs", type=json_object, help='JSON for the template: {"enable_thinking": false}'
-    )
+    parser.add_argument("--num-chats", type=count, default=2, help="number of chats to show")
+    parser.add_argument("--first", type=amount, default=0, help="index of the first chat to show")
+    parser.add_argument("--empty", action="store_true", help="show only chats with nothing to learn")
+    add_encoding(parser)
     parser.set_defaults(run=run, resumes=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     from transformers import AutoTokenizer
 
     from ..training.data.encoding import MaskSummary, dropped_chats, encode_dataset
     from ..training.data.sources import load_chats
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    encoded = encode_dataset(
-        load_chats(arguments.data, split=arguments.split),
-        tokenizer,
-        max_length=arguments.max_length,
-        template_kwargs=arguments.template_kwargs,
-        last_turn_only=arguments.last_turn_only,
-        mask_reasoning=arguments.mask_reasoning,
-    )
+    chats = load_chats(arguments.data, split=arguments.split)
+    encoded = encode_dataset(chats, tokenizer, encoding_options(arguments))
     numbers = _numbers(encoded, arguments)
     if not numbers and not arguments.empty:
-        raise ValueError(f"there is no chat {arguments.first}: {arguments.data} has {len(encoded)}, the first is 0")
+        raise ValueError(f"there is no chat {arguments.first}: {arguments.data} has {len(encoded)}, counted from 0")
     for number in numbers:
         _show(number, encoded[number], tokenizer)
     print(MaskSummary.of(encoded, arguments.max_length))
@@ -71,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _same(arguments: argparse.Namespace) -> list[str]:
-    """What was asked of the masks, as options of `eagle3-hf train`."""
+    """Return the options for masks as options of `eagle3-hf train`."""
     given = {
         "train_split": arguments.split,
         "max_length": None if arguments.max_length == 2048 else arguments.max_length,
@@ -81,16 +71,16 @@ def _same(arguments: argparse.Namespace) -> list[str]:
     return words + [f"--{name}" for name in ("last_turn_only", "mask_reasoning") if getattr(arguments, name)]
 
 
-def _numbers(encoded: Dataset, arguments: argparse.Namespace) -> list[int]:
-    """Numbers of the chats to show."""
+def _numbers(encoded: "Dataset", arguments: argparse.Namespace) -> list[int]:
+    """Return the indices of the chats to show."""
     targets = encoded["targets"]
     wanted = (i for i in range(arguments.first, len(encoded)) if not arguments.empty or targets[i] == 0)
     return [number for number, _ in zip(wanted, range(arguments.num_chats), strict=False)]
 
 
-def _show(number: int, row: dict[str, Any], tokenizer: Any) -> None:
+def _show(number: int, example: dict[str, Any], tokenizer: Any) -> None:
     from ..training.data.loss_masks import render_mask
 
-    print(f"--- chat {number}: {row['length']} tokens, {row['targets']} to learn")
+    print(f"--- chat {number}: {example['length']} tokens, {example['targets']} to learn")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    print(row["problem"] or render_mask(tokenizer, row, colour))
+    print(example["problem"] or render_mask(tokenizer, example, colour))

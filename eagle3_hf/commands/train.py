@@ -1,7 +1,5 @@
 """`eagle3-hf train`: train a head, from data to a saved head with its card."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json
@@ -10,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..training.earlier_run import MERGED
 from ..utils.devices import own_device
 from ..utils.logging import follow_transformers
 from .help import OneSpelling, say_next
@@ -21,7 +18,7 @@ from .placement import device, device_map, dtype
 from .values import amount, check_output_folder, count, json_or_file, not_negative, place, positive, read_lines, share
 
 
-# The many options of TrainingArguments that `--help` shows; `--help_all` shows the rest too.
+# The options of TrainingArguments that `--help` shows; `--help_all` shows all of them.
 _OFTEN = [
     "output_dir",
     "per_device_train_batch_size",
@@ -48,7 +45,7 @@ _OFTEN = [
     "dataloader_num_workers",
     "use_cpu",
 ]
-# How options of transformers' dataclasses are read where their type alone lets through what means nothing.
+# Types of options of transformers' dataclasses whose own types accept values without a meaning.
 _TYPES: dict[str, Callable[[str], Any]] = {
     "dtype": dtype,
     "device_map": device_map,
@@ -58,14 +55,15 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("draft_vocab_size", "max_train_samples", "tau_new_tokens", "lora_alpha"), count),
     **dict.fromkeys(("max_length", "ttt_steps", "dataset_num_proc", "gradient_accumulation_steps"), count),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), count),
-    **dict.fromkeys(("row_share", "lora_dropout", "adam_beta1", "adam_beta2"), share),
+    **dict.fromkeys(("position_share", "lora_dropout", "adam_beta1", "adam_beta2"), share),
     **dict.fromkeys(("learning_rate", "num_train_epochs", "step_decay"), positive),
     **dict.fromkeys(("feature_loss_weight", "weight_decay", "max_grad_norm", "warmup_steps"), not_negative),
 }
-_NO_PREFIX = "\0"  # everything after `train` is for HfArgumentParser, options too
+_NO_PREFIX = "\0"  # HfArgumentParser gets everything after `train`, options too
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command and its arguments."""
     parser = commands.add_parser(
         "train",
         help="train a head, from data to a saved head with its card",
@@ -77,6 +75,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     model, data, args = parse(arguments.words)
     arguments.model, arguments.head, arguments.data = model.target, model.head, data.train_data  # as elsewhere
     given = (model.target, model.head, data.train_data, data.eval_data)
@@ -90,23 +89,25 @@ def run(arguments: argparse.Namespace) -> int:
 
     trainer = train_head(model, data, args, say=partial(print, flush=True))
     if trainer is not None and not data.dry_run and trainer.is_world_process_zero():
-        head = _say_where(args.output_dir, adapters=bool(model.lora_r))
+        head = _report_head(args.output_dir, adapters=bool(model.lora_r))
         say_next("bench", model.target, head, "--tasks", "FOLDER")
     return 0
 
 
-def _say_where(output_dir: str, adapters: bool) -> Path:
-    """Say what a run has left, and return the folder of its head."""
+def _report_head(output_dir: str, adapters: bool) -> Path:
+    """Print what a run has saved, and return the folder of its head."""
+    from ..training.resume import MERGED
+
     if not adapters:
         print(f"the head is in {output_dir}")
         return Path(output_dir)
     head = Path(output_dir) / MERGED
-    print(f"the adapters are in {output_dir}, and the head with them merged in, for `bench` and `convert`, in {head}")
+    print(f"the adapters are in {output_dir}; the head with merged adapters, for `bench` and `convert`, is in {head}")
     return head
 
 
 def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Model, data and training arguments from options, or from a yaml or json file whose values options override."""
+    """Read model, data and training arguments from options, or from a file whose values options override."""
     from transformers import HfArgumentParser, TrainingArguments
 
     from ..training.arguments import DataArguments, Eagle3TrainingArguments, ModelArguments
@@ -120,9 +121,9 @@ def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
         kinds,
         prog="eagle3-hf train",
         usage="%(prog)s [CONFIG.yaml | CONFIG.json] [OPTIONS]",
-        description="Train an EAGLE-3 head. Options are those of TrainingArguments and the ones below; a file gives "
-        "them by the same names, and options beside it win. The same command resumes an interrupted run. A switch "
-        "that is on is switched off by --no_NAME.",
+        description="Train an EAGLE-3 head. The options are those of TrainingArguments and the ones below. A file "
+        "sets them under the same names, and options of the command line override it. The same command resumes an "
+        "interrupted run. --no_NAME switches off what is on by default.",
         formatter_class=OneSpelling,
     )
     parser.add_argument(
@@ -131,7 +132,7 @@ def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
         dest="use_cpu",
         type=device,
         default=argparse.SUPPRESS,
-        help="Where to train: cpu, or this process's accelerator (the default where there is one).",
+        help="Device to train on: cpu, or the accelerator of this process (the default if there is one).",
     )
     _read_as(parser, _TYPES)
     options = list(words)
@@ -146,14 +147,14 @@ def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
 
 
 def _read_as(parser: argparse.ArgumentParser, types: dict[str, Callable[[str], Any]]) -> None:
-    """Options of transformers' dataclasses, read as those of the other commands."""
+    """Read options of transformers' dataclasses like those of the other commands."""
     for action in parser._actions:
         if action.dest in types:
             action.type = types[action.dest]
 
 
 class _Device(argparse.Action):
-    """Trainer knows the switch `use_cpu`, and else takes the accelerator of its process."""
+    """Sets `use_cpu`: Trainer knows no other choice but the accelerator of its process."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         own = own_device()
@@ -164,8 +165,8 @@ class _Device(argparse.Action):
 
 
 def _shorten_help(parser: argparse.ArgumentParser, inherited: Collection[str]) -> None:
-    """Hide what few runs need; the options that are ours come first."""
-    often = parser.add_argument_group("those of TrainingArguments that are used most (--help_all shows all of them)")
+    """Hide what few runs need, and put the options of this package first."""
+    often = parser.add_argument_group("most used options of TrainingArguments (--help_all shows all of them)")
     for action in list(parser._optionals._group_actions):
         negated = action.option_strings[0].startswith("--no_")
         if negated or (action.dest in inherited and action.dest not in _OFTEN):
@@ -176,7 +177,7 @@ def _shorten_help(parser: argparse.ArgumentParser, inherited: Collection[str]) -
 
 
 def _set_defaults(parser: argparse.ArgumentParser, path: str) -> list[str]:
-    """Defaults from a file; the words of its `device`, which is an option without a field of its own, come back."""
+    """Set defaults from a file, and return the words of its `device`, an option that has no field."""
     values = _read(Path(path))
     words = ["--device", str(values.pop("device"))] if "device" in values else []
     names = {action.dest for action in parser._actions}
@@ -184,28 +185,28 @@ def _set_defaults(parser: argparse.ArgumentParser, path: str) -> list[str]:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{path}: {name} is no option of eagle3-hf train{hint}")
-    for action in parser._actions:  # two for a switch that is on: --x and --no_x
+            raise ValueError(f"{path}: {name} is not an option of eagle3-hf train{hint}")
+    for action in parser._actions:  # an option that is on by default has two: --x and --no_x
         if action.dest in values:
             action.required = False
             value = values[action.dest]
-            # Texts are read as those of a command line are, and numbers so too; YAML takes 1e-5 for a text.
+            # Texts and numbers are read like those of a command line; YAML takes 1e-5 for a text.
             action.default = str(value) if type(value) in (int, float) else value
     return words
 
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file; options begin with --")
+        raise FileNotFoundError(f"{path}: there is no such file; options begin with --")
     import yaml
 
     text = "\n".join(read_lines(path))
     try:
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is no {path.suffix[1:] or 'yaml'}: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} is not valid {path.suffix[1:] or 'yaml'}: {' '.join(str(error).split())}") from None
     if values is None:
         raise ValueError(f"{path} is empty: expected options, such as target: NAME")
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: a {type(values).__name__}, not options by name")
+        raise ValueError(f"{path}: expected options by name, found a {type(values).__name__}")
     return values

@@ -15,8 +15,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..acceptance import SpeculationStats
-from ..model.features import FeatureReader, media_token_ids
+from ..model.features import FeatureReader
 from ..model.modeling_eagle3 import Eagle3DraftModel
+from ..model.target_modules import media_token_ids
 from ..model.tree_settings import TreeSettings
 from .draft.candidate import Eagle3Candidate
 from .draft.inputs import DraftInputs, PromptMedia
@@ -86,7 +87,7 @@ class SpeculativeDecoding:
     def run(self):
         """Decode, and return what plain decoding returns: ids, or the output object with `speculation` attached."""
         start = self._clock()
-        layer_ids, media = self.draft.config.target_layer_ids, media_token_ids(self._model)
+        layer_ids, media = self.draft.config.captured_layer_ids, media_token_ids(self._model)
         try:
             with uncompiled(self._model), FeatureReader(self._model, layer_ids, embeds=bool(media)) as self._reader:
                 try:

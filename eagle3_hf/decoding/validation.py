@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..model.modeling_eagle3 import Eagle3DraftModel
-from ..model.offload import home_of, is_offloaded
+from ..model.offload import device_of_head, is_offloaded
 from ..model.tree_settings import TreeSettings, draft_window, tree_settings
 from ..model.vocab import check_tokenizer
 from ..utils.logging import get_logger
@@ -80,7 +80,7 @@ def _warn_if_untested(installed: str) -> None:
 
 
 def _check_device(draft: Eagle3DraftModel) -> None:
-    home_of(draft)
+    device_of_head(draft)
     if is_offloaded(draft):
         logger.warning_once(
             "The draft head's weights are offloaded and fetched again for every level of every tree, which takes "

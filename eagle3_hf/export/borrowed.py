@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..model.borrowed import call_on_module_device
 from ..model.configuration_eagle3 import Eagle3DraftConfig
-from ..model.features import call_at_home
 from .errors import ExportError
 
 
@@ -79,7 +79,7 @@ def _speculators_tensors(
 @torch.no_grad()
 def _embedding_of(target: PreTrainedModel, vocab_size: int) -> torch.Tensor:
     """Return (V, Ht), the output of the target's embedding for every token, on the CPU."""
-    embed = call_at_home(target.get_input_embeddings())
+    embed = call_on_module_device(target.get_input_embeddings())
     chunks = torch.arange(vocab_size).split(_TOKENS_AT_ONCE)
     return torch.cat([embed(ids).cpu() for ids in chunks])
 

@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..model.configuration_eagle3 import Eagle3DraftConfig
-from ..model.features import check_target, num_target_layers
 from ..model.offload import require_resident
+from ..model.target_check import check_target
+from ..model.target_modules import num_target_layers
 from ..utils.logging import get_logger
 from .borrowed import borrowed_tensors
 from .card import looks_like_hub_id, write_card

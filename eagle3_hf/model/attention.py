@@ -1,7 +1,7 @@
 """Attention of the draft's layers: grouped queries as in Llama, or latent (MLA) as in DeepSeek; and the draft's cache.
 
-What a row attends to differs between drafting and training, so a layer is handed an `attend`: [`CachedAttention`] when
-drafting, `TTTAttention` in training. Both know a layer's window.
+What a position attends to differs between drafting and training, so a layer receives a function `attend`:
+[`CachedAttention`] when drafting, `TTTAttention` in training. Both respect a layer's window.
 """
 
 import math
@@ -21,17 +21,17 @@ Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, (B or 1, n, rotary wi
 
 
 class DraftCache:
-    """Keys and values of the draft's rows (and positions, where a layer has a window), in growing buffers per layer.
+    """Keys and values of the draft (and position ids, where a layer has a window), in growing buffers per layer.
 
-    `length` rows are committed; rows of a tree being grown are written behind them and forgotten by `rollback`.
+    `length` entries are committed; those of a tree being grown are written behind them and dropped by `rollback`.
 
     Args:
         num_layers: Of the draft.
-        window: Rows that every row sees at most, itself included, whatever its layer's own window; `None` for all.
+        window: How many positions are seen at most, the own one included, whatever a layer's window; `None` for all.
 
     Attributes:
-        valid: (B, length) bool, which committed rows count: batch rows of different lengths leave holes. `None`: all.
-        positions: (B, length) of the committed rows, kept only beside `valid`.
+        valid: (B, length) bool, which committed entries count: sequences of different lengths leave gaps. `None`: all.
+        positions: (B, length) of the committed entries, kept only beside `valid`.
     """
 
     def __init__(self, num_layers: int, window: int | None = None):
@@ -55,11 +55,11 @@ class DraftCache:
         return tuple(buffer[:, :, :end] for buffer in buffers)
 
     def commit(self) -> None:
-        """What is written now is the prefix that later rows build on."""
+        """Make what is written so far the prefix that later entries build on."""
         self.length = self._filled[0]
 
     def mark(self, positions: torch.Tensor, valid: torch.Tensor) -> None:
-        """Say which of the rows committed last count, and where they sit; both (B, n)."""
+        """Set which of the entries committed last count, and their positions; both (B, n)."""
         if self.valid is None or self.positions is None:
             before = self.length - valid.shape[1]
             self.valid = valid.new_ones(valid.shape[0], before)
@@ -67,13 +67,13 @@ class DraftCache:
         self.valid = torch.cat([self.valid, valid], dim=1)
         self.positions = torch.cat([self.positions, positions], dim=1)
 
-    def forget(self, row: int, position: int) -> None:
-        """One batch row no longer has anything from this position on."""
+    def forget(self, sequence: int, position: int) -> None:
+        """Drop what one sequence of the batch has from this position on."""
         if self.valid is not None and self.positions is not None:
-            self.valid[row] &= self.positions[row] < position
+            self.valid[sequence] &= self.positions[sequence] < position
 
     def rollback(self) -> None:
-        """Forget the rows written since `commit`."""
+        """Drop the entries written since `commit`."""
         self._filled = [self.length] * len(self._filled)
 
     def _room(self, layer_idx: int, like: tuple[torch.Tensor, ...], needed: int) -> tuple[torch.Tensor, ...]:
@@ -92,8 +92,8 @@ class CachedAttention:
     """The `attend` of drafting: transformers' sdpa or eager attention over a [`DraftCache`].
 
     Args:
-        cache: Rows so far, extended in place; `None` for one stand-alone causal pass.
-        visible: (B, 1, n, past + n) bool, which rows each new row sees, windows aside; causal when `None`.
+        cache: What came before, extended in place; `None` for one causal pass without a cache.
+        visible: (B, 1, n, past + n) bool, which entries each new one sees, windows aside; causal when `None`.
     """
 
     def __init__(self, cache: DraftCache | None = None, visible: torch.Tensor | None = None):
@@ -108,7 +108,7 @@ class CachedAttention:
         value: torch.Tensor,
         position_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """The output for rows at `position_ids` (B or 1, n); a window counts positions, not rows of the cache."""
+        """The output at `position_ids` (B or 1, n); a window counts positions, not entries of the cache."""
         states: tuple[torch.Tensor, ...] = key, value
         window = self._window(module)
         if window is not None:
@@ -144,15 +144,17 @@ def _additive(visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor 
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
-def turn(query: torch.Tensor, key: torch.Tensor, rotary: Rotary, neighbours: bool = False) -> list[torch.Tensor]:
+def apply_rotary(
+    query: torch.Tensor, key: torch.Tensor, rotary: Rotary, interleaved: bool = False
+) -> list[torch.Tensor]:
     """Rotary positions of query and key (B, heads, n, width); numbers beyond the rotary width pass as they are.
 
     Args:
-        neighbours: Pairs are (0, 1), (2, 3), ... instead of halves. They come out as halves, in query and key alike.
+        interleaved: Pairs are (0, 1), (2, 3), ... instead of halves. They come out as halves, in query and key alike.
     """
     width = rotary[0].shape[-1]
     turned = [states[..., :width] for states in (query, key)]
-    if neighbours:
+    if interleaved:
         turned = [states.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for states in turned]
     turned = list(apply_rotary_pos_emb(*turned, *rotary))
     if query.shape[-1] == width:
@@ -187,7 +189,7 @@ class Eagle3Attention(nn.Module):
         query, key = self.q_proj(hidden).view(shape), self.k_proj(hidden).view(shape)
         if self.config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = turn(query.transpose(1, 2), key.transpose(1, 2), rotary)
+        query, key = apply_rotary(query.transpose(1, 2), key.transpose(1, 2), rotary)
         value = self.v_proj(hidden).view(shape).transpose(1, 2)
         return self.o_proj(attend(self, query, key, value).reshape(*hidden.shape[:-1], -1))
 
@@ -228,7 +230,7 @@ class Eagle3LatentAttention(nn.Module):
         latent, key_turned = self.kv_a_proj_with_mqa(hidden).tensor_split([config.kv_lora_rank], dim=-1)
         expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).view(shape).transpose(1, 2)
         key, value = expanded.tensor_split(self.widths[:1], dim=-1)
-        query_turned, key_turned = turn(query_turned, key_turned[:, None], rotary, config.rope_interleave)
+        query_turned, key_turned = apply_rotary(query_turned, key_turned[:, None], rotary, config.rope_interleave)
         query = torch.cat([query, query_turned], dim=-1)
         key = torch.cat([key, key_turned.expand(-1, key.shape[1], -1, -1)], dim=-1)
         return self.o_proj(attend(self, query, key, value).reshape(*hidden.shape[:-1], -1))
@@ -241,7 +243,7 @@ DraftAttention = Eagle3Attention | Eagle3LatentAttention
 
 
 def _yarn_scale(config: Eagle3DraftConfig) -> float:
-    """What YaRN makes of the scale of latent attention's queries and of its keys; 1 without `mscale_all_dim`."""
+    """YaRN's factor on the scale of latent attention's queries and keys; 1 without `mscale_all_dim`."""
     rope = config.rope_parameters
     factor = rope.get("factor", 1.0)
     if rope["rope_type"] == "default" or factor <= 1:

@@ -77,7 +77,7 @@ class Eagle3DraftConfig(PreTrainedConfig):
 
     model_type = "eagle3_draft"
     default_theta = REFERENCE_THETA
-    # What multimodal configs add is kept for engines, and is no mistake.
+    # Multimodal configs have these; they are kept for engines, and transformers shall not warn of them.
     ignore_keys_at_rope_validation = {"mrope_section", "mrope_interleaved"}
 
     # ----- sizes ----------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Eagle3DraftConfig(PreTrainedConfig):
     )
     """Rotary positions, as in transformers; the reference's base of 10000 when not given."""
     rope_interleave: bool = switch(True)
-    """Latent attention's rotary pairs are neighbours instead of halves."""
+    """Latent attention rotates neighbouring numbers as pairs, instead of numbers half a width apart."""
     layer_types: list[str] | None = checked(f"a list of {list(_LAYER_TYPES)}", _are_layer_types, prepare=_as_list)
     """`"full_attention"` or `"sliding_attention"` for each draft layer; all full when not given."""
     sliding_window: int | None = size()
@@ -198,8 +198,10 @@ class Eagle3DraftConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As in transformers, without the keys that no head has: some would take the place of a method, others make
-        transformers fetch an attention kernel."""
+        """Make a config from a dict, without the keys that no head has.
+
+        Some of those would replace a method, others make transformers download an attention kernel.
+        """
         strange = unknown_keys(config_dict)
         if strange:
             logger.warning(shortened(f"config keys that are not understood and have no effect: {strange}"))
@@ -217,6 +219,19 @@ class Eagle3DraftConfig(PreTrainedConfig):
     def num_captured_layers(self) -> int:
         """How many target layers are read (`A`): three when the file does not say."""
         return len(self.target_layer_ids) if self.target_layer_ids is not None else 3
+
+    @property
+    def captured_layer_ids(self) -> list[int]:
+        """The `target_layer_ids`, of a head that has met its target.
+
+        Raises:
+            ValueError: the file did not say, and no target has settled it.
+        """
+        if self.target_layer_ids is None:
+            raise ValueError(
+                "target_layer_ids is None: which layers the head reads is settled by draft.bind(target), or give them"
+            )
+        return self.target_layer_ids
 
     @property
     def is_latent(self) -> bool:
@@ -278,7 +293,7 @@ class Eagle3DraftConfig(PreTrainedConfig):
             )
         if self.draft_vocab_size < self.vocab_size and not self.own_lm_head:
             raise ValueError(
-                f"a head without its own lm_head borrows the target's, which has {self.vocab_size} rows, but "
+                f"a head without its own lm_head borrows the target's, which has {self.vocab_size} tokens, but "
                 f"draft_vocab_size is {self.draft_vocab_size}"
             )
         if not self.own_embeddings and self.hidden_size != self.target_hidden_size:

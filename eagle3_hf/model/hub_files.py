@@ -1,6 +1,6 @@
-"""The files of a head's folder or Hub repository: its config and the table of its tensors, nothing else.
+"""The files of a head, in a local folder or a Hub repository: its config and the table of its tensors.
 
-Nothing in the folder is ever run, no file outside it is read, and no weights are loaded here.
+No code among them is run, no file elsewhere is read, and no weights are loaded here.
 """
 
 import json
@@ -18,35 +18,35 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _LARGEST_CONFIG = 16 * 2**20  # bytes; real ones have a few thousand
 _DEEPEST_CONFIG = 32  # levels; real ones have four
-# In a folder with such a file transformers loads every `.safetensors` file there, whatever the index says.
+# Beside such a file transformers loads every `.safetensors` file, whatever the index says.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
-class HeadFolder(NamedTuple):
-    """What a folder says before anything is understood: its `config.json` and its tensors under the file's names."""
+class HeadFiles(NamedTuple):
+    """A head's files before they are interpreted: `config.json`, and the tensors under the file's names."""
 
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
 
-def read_folder(path: str | os.PathLike, config: str | os.PathLike | None, kwargs: dict[str, Any]) -> HeadFolder:
-    """Config and tensor table of a folder or Hub id.
+def read_head_files(path: str | os.PathLike, config: str | os.PathLike | None, kwargs: dict[str, Any]) -> HeadFiles:
+    """Read the config and the tensor table of a head.
 
     Args:
-        path: Folder or Hub id of the weights.
-        config: Another folder or Hub id for the config, as in transformers' `from_pretrained`.
-        kwargs: Of `from_pretrained`; those that say where and which files are read.
+        path: Local folder or Hub id of the weights.
+        config: Another local folder or Hub id for the config, as in transformers' `from_pretrained`.
+        kwargs: Those of `from_pretrained`, some of which say which files are read, and from where.
 
     Raises:
         HeadFormatError: a file is missing, damaged, or unsafe.
     """
     hub = _hub_arguments(kwargs)
     published = _read_config(path if config is None else config, hub)
-    return HeadFolder(published, read_tensors(path, kwargs, published))
+    return HeadFiles(published, read_tensors(path, kwargs, published))
 
 
 def read_tensors(path, kwargs: dict[str, Any], config: dict | None = None) -> dict[str, TensorInfo]:
-    """The tensors of the files that transformers is going to load, in its order of preference."""
+    """Read the table of tensors of the file that transformers is going to load, by its order of preference."""
     hub = _hub_arguments(kwargs)
     _check_nothing_else(path, hub)
     wanted = kwargs.get("use_safetensors")
@@ -71,7 +71,7 @@ def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_nothing_else(path, hub: dict[str, Any]) -> None:
-    """Refuse files that would make transformers load something besides the weights that are checked here."""
+    """Reject files that would make transformers load other weights than those that are checked here."""
     if _optional_file(path, "adapter_config.json", hub) is not None:
         raise HeadFormatError(
             f"{path} holds an adapter (adapter_config.json), which would be laid over the head: merge the two, "
@@ -87,10 +87,10 @@ def _check_nothing_else(path, hub: dict[str, Any]) -> None:
 
 
 def read_generation_config(path: str | os.PathLike, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The content of `generation_config.json`, empty without such a file.
+    """Read `generation_config.json`; the result is empty without such a file.
 
     Raises:
-        HeadFormatError: the file is no JSON object.
+        HeadFormatError: the file is not a JSON object.
     """
     file = _optional_file(path, "generation_config.json", _hub_arguments(kwargs))
     return {} if file is None else _read_json(file)
@@ -122,7 +122,7 @@ def _sharded_table(path, index: str, hub: dict[str, Any], config: dict | None) -
 
 
 def _check_index(path, config: dict[str, Any], names: set[str]) -> None:
-    """Refuse an ordinary model before its many gigabytes are downloaded."""
+    """Reject an ordinary model before its many gigabytes are downloaded."""
     try:
         check_is_head(config, names)
     except HeadFormatError as error:
@@ -130,13 +130,14 @@ def _check_index(path, config: dict[str, Any], names: set[str]) -> None:
 
 
 def _file(path, name: str, hub: dict[str, Any]) -> str | None:
-    """A file of the folder or repository, downloaded if need be; `None` when it is not there."""
+    """The local path of one file, downloaded if necessary; `None` when there is none."""
     try:
         return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
     except OSError as error:
         if str(path) in str(error):
             raise
-        raise OSError(f"{path} is no folder here, and as a Hub id: {error}") from error  # no network: no name
+        # Without a network, transformers' message does not name the path.
+        raise OSError(f"{path} is no local folder, and as a Hub id: {error}") from error
 
 
 def _optional_file(path, name: str, hub: dict[str, Any]) -> str | None:
@@ -156,7 +157,7 @@ def _read_json(file: str) -> dict[str, Any]:
     except RecursionError as error:
         raise HeadFormatError(too_deep) from error
     except ValueError as error:
-        raise HeadFormatError(f"{file} is no JSON ({error}): corrupt or truncated, download it again") from error
+        raise HeadFormatError(f"{file} is not JSON ({error}): corrupt or truncated, download it again") from error
     if not isinstance(content, dict):
         kind = "null" if content is None else type(content).__name__
         raise HeadFormatError(f"{file} must hold a JSON object, it holds a {kind}")
@@ -174,17 +175,17 @@ def _read_config(path, hub: dict[str, Any]) -> dict[str, Any]:
     if os.path.isfile(path):
         raise HeadFormatError(f"{path} is a file: pass the folder that holds the head's config.json and weights")
     if not os.path.isdir(path) and not _HUB_ID.fullmatch(str(path)):
-        raise FileNotFoundError(f"{path} is no folder here, and no Hub id (owner/name) either")
+        raise FileNotFoundError(f"{path} is neither a local folder nor a Hub id (owner/name)")
     file = _file(path, "config.json", hub)
     if file is None:
         if not os.path.isdir(path):
-            cached_file(path, "config.json", **hub)  # transformers' own words for a repository without it
-        raise HeadFormatError(f"{path} has no config.json: {_in_its_place(path)}")
+            cached_file(path, "config.json", **hub)  # raises transformers' own error for a repository without it
+        raise HeadFormatError(f"{path} has no config.json: {_what_else(path)}")
     return _read_json(file)
 
 
-def _in_its_place(path) -> str:
-    """A guess at what a folder without a config is."""
+def _what_else(path) -> str:
+    """What a local folder without a config seems to hold."""
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         merged = os.path.join(path, "merged")
         where = f"merged in, {merged}" if os.path.isdir(merged) else "merged in (merge_and_unload of peft)"
@@ -192,5 +193,5 @@ def _in_its_place(path) -> str:
     checkpoints = [name for name in os.listdir(path) if re.fullmatch(r"checkpoint-\d+", name)]
     if checkpoints:
         last = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]))
-        return f"it holds checkpoints of a training; pass one of them, such as {os.path.join(path, last)}"
+        return f"it holds checkpoints of a training run; pass one of them, such as {os.path.join(path, last)}"
     return "not a draft head, or an interrupted download"

@@ -1,8 +1,8 @@
-"""Loading a head: understand it before a byte of weights is read, let transformers load, account for every tensor.
+"""Loading a head: interpret it before any weight is read, let transformers load it, account for every tensor.
 
 transformers loads what fits and reports the rest; for a draft head a missing or ignored tensor means acceptance near
-zero and no error. So the file's table of tensors is compared with an empty skeleton of the head first: each difference
-is an error that names it, and nothing is allocated, however absurd the file.
+zero and no error. So the file's table of tensors is first compared with an empty skeleton of the head: each difference
+is an error that names it, and nothing is allocated, whatever sizes the file claims.
 """
 
 import os
@@ -26,7 +26,7 @@ from ..utils.logging import get_logger
 from . import vocab
 from .config_fields import is_integer
 from .configuration_eagle3 import FIELDS, Eagle3DraftConfig, unknown_keys
-from .hub_files import HeadFolder, read_folder, read_generation_config, read_tensors
+from .hub_files import HeadFiles, read_generation_config, read_head_files, read_tensors
 from .tree_settings import LARGEST_TREE, PAPER_TREE
 
 
@@ -38,29 +38,29 @@ _NO_FIELDS = ("model_type", "architectures", "torch_dtype", "dtype", "transforme
 
 
 def load_head(cls, from_pretrained, path: str | os.PathLike, *args, **kwargs) -> tuple[Any, dict[str, Any]]:
-    """`from_pretrained` for heads of every supported layout; returns the head and transformers' loading info.
+    """Load a head of any supported format; returns the head and transformers' loading info.
 
     Args:
         cls: The draft class.
         from_pretrained: transformers' own loader of that class.
-        path: Folder or Hub id.
-        kwargs: Of `from_pretrained`; names of config fields override the file's.
+        path: Local folder or Hub id.
+        kwargs: Those of `from_pretrained`; names of config fields override the file's.
 
     Raises:
         HeadFormatError: see [`Eagle3DraftModel.from_pretrained`].
     """
     kwargs.pop("output_loading_info", None)
-    kwargs.pop("trust_remote_code", None)  # nothing in the folder is ever run
+    kwargs.pop("trust_remote_code", None)  # no code of a repository is ever run
     config = kwargs.pop("config", None)
     if not isinstance(config, PreTrainedConfig):
-        described = _describe(path, read_folder(path, config, kwargs), _overrides(kwargs))
+        described = _describe(path, read_head_files(path, config, kwargs), _overrides(kwargs))
         config = canonical_config(path, described)
     elif isinstance(config, Eagle3DraftConfig):
-        described = _describe(path, HeadFolder(config.to_dict(), read_tensors(path, kwargs)), {})
+        described = _describe(path, HeadFiles(config.to_dict(), read_tensors(path, kwargs)), {})
     else:
         raise ValueError(f"config must be an Eagle3DraftConfig, got a {type(config).__name__}")
     _about(path, check_tensors, cls, config, described)
-    _say(path, described)
+    _warn(path, described)
     if kwargs.get("generation_config") is None:
         kwargs["generation_config"] = _about(path, _generation_config, read_generation_config(path, kwargs))
     # The skeleton has been compared; should a shape differ all the same, it is reported below.
@@ -72,21 +72,21 @@ def load_head(cls, from_pretrained, path: str | os.PathLike, *args, **kwargs) ->
 
 
 def describe_head(path: str | os.PathLike, **kwargs) -> HeadDescription:
-    """What a folder or Hub repository holds, from its config and the headers of its weights alone.
+    """Describe the head in a local folder or Hub repository from its config and the headers of its weights alone.
 
     Args:
-        path: Folder or Hub id.
-        kwargs: Of `from_pretrained`; names of config fields override the file's.
+        path: Local folder or Hub id.
+        kwargs: Those of `from_pretrained`; names of config fields override the file's.
 
     Raises:
         HeadFormatError: not a head that can be loaded.
     """
     overrides = _overrides(kwargs)
-    return _describe(path, read_folder(path, None, kwargs), overrides)
+    return _describe(path, read_head_files(path, None, kwargs), overrides)
 
 
 def _about(path, check: Callable, *args):
-    """The result of `check(*args)`; its complaint, if any, begins with the path."""
+    """The result of `check(*args)`; its error, if any, begins with the path."""
     try:
         return check(*args)
     except HeadFormatError as error:
@@ -94,24 +94,24 @@ def _about(path, check: Callable, *args):
 
 
 def _overrides(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Takes the keywords that are config fields out of those of `from_pretrained`."""
+    """Take the keywords that are config fields out of those of `from_pretrained`."""
     known = Eagle3DraftConfig().to_dict()
     return {name: kwargs.pop(name) for name in list(kwargs) if name in known and name not in _NO_FIELDS}
 
 
-def _describe(path, folder: HeadFolder, overrides: dict[str, Any]) -> HeadDescription:
-    described = _about(path, describe, folder.config, folder.tensors, overrides)
+def _describe(path, files: HeadFiles, overrides: dict[str, Any]) -> HeadDescription:
+    described = _about(path, describe, files.config, files.tensors, overrides)
     strange = unknown_keys(described.fields)
     if strange:
         described.notes.append(f"config keys that are not understood and have no effect: {strange}")
-    # A key of our own layout could name anything that a config has, a method too.
+    # A key could have the name of anything that a config has, also of a method.
     kept = FIELDS.union(overrides)
     described.fields = {name: value for name, value in described.fields.items() if name in kept}
     return described
 
 
 def _generation_config(content: dict[str, Any]) -> GenerationConfig:
-    """The tree settings and special tokens of a `generation_config.json`; nothing else there concerns a draft."""
+    """The tree settings and special tokens of a `generation_config.json`; a draft needs nothing else of it."""
     kept = {}
     for name in (*PAPER_TREE, "assistant_window"):
         value = content.get(name)
@@ -135,7 +135,7 @@ def _generation_config(content: dict[str, Any]) -> GenerationConfig:
 
 
 def canonical_config(path: str | os.PathLike, described: HeadDescription) -> Eagle3DraftConfig:
-    """The config of a described head; see [`describe_head`].
+    """Build the config of a described head; see [`describe_head`].
 
     Raises:
         HeadFormatError: fields that no head can have.
@@ -146,13 +146,13 @@ def canonical_config(path: str | os.PathLike, described: HeadDescription) -> Eag
     )  # the file's, also where its config says otherwise
     try:
         config = Eagle3DraftConfig(**fields)
-    except Exception as error:  # a file can hold anything; whatever it breaks, the file is what is wrong
+    except Exception as error:  # whatever error it is, the file is its cause
         raise HeadFormatError(f"{path}: its config does not describe an EAGLE-3 head: {error}") from error
     config._name_or_path = str(path)
     return config
 
 
-def _say(path, described: HeadDescription) -> None:
+def _warn(path, described: HeadDescription) -> None:
     for note in described.notes:
         logger.warning(f"{path}: {shortened(note)}")
     if described.dropped:
@@ -205,7 +205,7 @@ def _missing(config: Eagle3DraftConfig, missing: set[str], names: FileNames) -> 
 
 
 def _account_for_tensors(draft, info: dict[str, Any], described: HeadDescription, path) -> None:
-    """After loading: everything that the file has is where it belongs, and means something."""
+    """Check after loading that every tensor of the file was loaded, and that its numbers are finite."""
     _check_vocabulary_is_there(draft, path)
     _separate(draft)
     names = FileNames(described.renamed)

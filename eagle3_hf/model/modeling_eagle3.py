@@ -1,7 +1,7 @@
 """The EAGLE-3 draft head: fuse the target's features, run the draft layer(s), norm, draft-vocabulary head.
 
-One row of the draft reads the target's feature of token `j` and the embedding of token `j + 1`, sits at position `j`,
-and predicts token `j + 2`. Rows without a target feature yet are fed the draft's own output of the row before (paper
+Position `j` of the draft reads the target's feature of token `j` and the embedding of token `j + 1`, and predicts
+token `j + 2`. A position that has no target feature yet reads the draft's own output at the position before (paper
 section 3.1).
 """
 
@@ -16,17 +16,19 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
 
 from ..published_formats import DROPPED_TENSORS
 from . import vocab
-from .attention import CachedAttention
+from .attention import Attend, CachedAttention, Eagle3Attention, Eagle3LatentAttention, Rotary
+from .borrowed import Borrowed, call_on_module_device, compute_dtype
 from .configuration_eagle3 import Eagle3DraftConfig
-from .features import Borrowed, call_at_home, check_target, compute_dtype, target_vocab_size
-from .layers import Eagle3DecoderLayer, Eagle3RotaryEmbedding
 from .loading import load_head
 from .offload import require_resident, require_weights
+from .rope import default_frequencies
+from .target_check import check_target
+from .target_modules import target_vocab_size
 from .tree_settings import declare_tree_settings
 from .warm_start import new_head_config, special_ids, warm_start_body, warm_start_head
 
@@ -56,7 +58,48 @@ class Eagle3DraftOutput(ModelOutput):
     step_counts: torch.Tensor | None = None
 
 
+class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
+    """The draft's own RoPE. Frequencies stay in float32 whatever dtype the head is moved to."""
+
+    compute_default_rope_parameters = staticmethod(default_frequencies)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32 and self.inv_freq.device.type != "meta":
+            fresh = type(self)(self.config).inv_freq.to(self.inv_freq.device)
+            self.register_buffer("inv_freq", fresh, persistent=False)
+            self.register_buffer("original_inv_freq", fresh.clone(), persistent=False)
+        return self
+
+
+class Eagle3DecoderLayer(nn.Module):
+    """One draft layer. The first reads embedding and feature; its residual is the feature, before the norm."""
+
+    def __init__(self, config: Eagle3DraftConfig, layer_idx: int):
+        super().__init__()
+        self.is_first = layer_idx == 0
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = (Eagle3LatentAttention if config.is_latent else Eagle3Attention)(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if self.is_first:
+            self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: torch.Tensor, embeds: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        residual = hidden
+        if self.is_first:
+            normed = self.hidden_norm(hidden)
+            residual = normed if self.norm_before_residual else hidden
+            inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        else:
+            inputs = self.input_layernorm(hidden)
+        hidden = residual + self.self_attn(inputs, rotary, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
 class Eagle3PreTrainedModel(PreTrainedModel):
+    config: Eagle3DraftConfig
     config_class = Eagle3DraftConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
@@ -64,7 +107,7 @@ class Eagle3PreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = False
     _supports_sdpa = True
     _no_split_modules = ["Eagle3DecoderLayer"]
-    # `loading` has compared the names by then, and knows when a file may lack a map or carry an unused norm.
+    # `loading` compares all names before, and knows when a file may lack a map or hold an unused norm.
     _keys_to_ignore_on_load_unexpected = [*DROPPED_TENSORS, r"^norm\.weight$"]
     _keys_to_ignore_on_load_missing = [r"^d2t$", r"^t2d$"]
 
@@ -84,6 +127,9 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
     numbers (see `decoding.coupling`); `assistant_coupled_sampling = False` there turns that off.
     """
 
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+
     def __init__(self, config: Eagle3DraftConfig):
         super().__init__(config)
         if config.own_embeddings:
@@ -102,7 +148,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
             self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.own_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary_emb = Eagle3RotaryEmbedding(config)
+        self.rotary_emb = Eagle3RotaryEmbedding(config)  # type: ignore[arg-type] # as much of a LlamaConfig as it reads
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self._has_draft_vocab, self._starts_warm = False, True
@@ -117,8 +163,9 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
     # ----- the forward passes ---------------------------------------------------------------------------------------
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Target features (B, T, A * Ht) -> (B, T, H); only for rows that carry target features."""
-        features = features.to(self.layers[0].hidden_norm.weight.dtype)
+        """Target features (B, T, A * Ht) -> (B, T, H); not for the draft's own outputs."""
+        first: Any = self.layers[0]
+        features = features.to(first.hidden_norm.weight.dtype)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -138,7 +185,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         return hidden
 
     def feedback(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the next row reads instead of a target feature."""
+        """What the next position reads where there is no target feature."""
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def compute_logits(self, hidden: torch.Tensor, borrowed: Borrowed | None = None) -> torch.Tensor:
@@ -162,15 +209,15 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         """One causal pass, or with `labels` the whole training-time-test unroll (paper section 3.2).
 
         Args:
-            input_ids: (B, T), padded on the right (causality keeps padding out of every row that counts).
+            input_ids: (B, T), padded on the right (positions before the padding do not see it).
             features: (B, T, A * Ht) target features of the same tokens.
             labels: (B, T), the token where it is a supervised target and -100 elsewhere.
             teacher_logits: (n, D) the target's logits over the draft vocabulary, for the n supervised pairs in order.
             teacher_in_vocab: (n,) bool, whether the target's own first choice is in the draft vocabulary.
             attention_mask: Accepted and not needed, see `input_ids`.
-            position_ids: (B, T) of packed rows, starting at 0 in every document.
+            position_ids: (B, T) of packed sequences, starting at 0 in every document.
             settings: Steps, their weights and their loss; the paper's when `None`.
-            teacher_features: (n, Ht) the target's last feature at the token that a pair's row reads.
+            teacher_features: (n, Ht) the target's last feature at the token that each pair reads.
             num_items_in_batch: Global count of supervised tokens to divide by; this batch's own when `None`.
         """
         self._require_vocabulary("forward")
@@ -182,6 +229,11 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         from ..ttt.settings import TTTSettings
 
         require_resident(self, "training")
+        if teacher_logits is None or teacher_in_vocab is None:
+            raise ValueError(
+                "forward with labels learns what the target says: pass teacher_logits and teacher_in_vocab too, or "
+                "leave labels out for one causal pass"
+            )
         settings = settings or TTTSettings()
         settings.check_fits(self.config)
         mask = supervised_mask(labels, position_ids)
@@ -216,7 +268,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
     # ----- the target -----------------------------------------------------------------------------------------------
 
     def bind(self, target: PreTrainedModel) -> "Eagle3DraftModel":
-        """Check that this head fits `target`, remember it (weakly) and copy its eos/pad/bos ids. Returns self.
+        """Check that this head fits `target`, keep a weak reference to it and copy its eos/pad/bos ids. Returns self.
 
         Nothing of the target becomes part of the head: not its parameters, state dict, device moves, or saves.
 
@@ -236,39 +288,44 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         if target is None:
             target = self._target() if self._target is not None else None
         embeds, head = self.config.own_embeddings, self.config.own_lm_head
-        if target is None and not (embeds and head):
+        if target is None:
+            if embeds and head:
+                return Borrowed(self._embed_own, self.lm_head)
             raise ValueError(
                 "this head borrows its target's embedding, and no target is bound (or it was deleted): call "
                 "draft.bind(target) first and keep the target alive"
             )
         return Borrowed(
-            self._embed_own if embeds else call_at_home(target.get_input_embeddings()),
-            self.lm_head if head else call_at_home(target.get_output_embeddings(), compute_dtype(target)),
+            self._embed_own if embeds else call_on_module_device(target.get_input_embeddings()),
+            self.lm_head if head else call_on_module_device(target.get_output_embeddings(), compute_dtype(target)),
         )
 
-    def _embed_own(self, ids: torch.LongTensor) -> torch.Tensor:
-        """A prompt may hold ids that nobody can write (Mllama's image token), for which there is no row here."""
+    def _embed_own(self, ids: torch.Tensor) -> torch.Tensor:
+        """A prompt may hold ids beyond the vocabulary (Mllama's image token), which have no embedding."""
         return self.embed_tokens(ids.clamp(max=self.config.vocab_size - 1))
 
     def check_target(self, target: PreTrainedModel) -> None:
-        """Refuse a target this head was not made for, naming both numbers; settle layer ids the file did not give."""
+        """Reject a target this head was not made for, naming both numbers; settle layer ids the file did not give."""
         check_target(self.config, target)
 
     # ----- the draft vocabulary -------------------------------------------------------------------------------------
 
     @property
     def has_draft_vocab(self) -> bool:
-        """Whether the map from draft to target ids is set; with only a size, the trainer sets it before step 1."""
+        """Whether the map from draft to target ids is set; where only its size is known, the trainer sets it."""
         return self._has_draft_vocab
 
     def set_draft_vocab(self, ids: torch.Tensor | list[int]) -> None:
-        """Set the map, once, from `D` target ids; re-gathers head rows from the bound target.
+        """Set the map, once, from `D` target ids; copies the tokens' rows of the bound target's output layer.
 
         Raises:
             ValueError: the map is already set, or the ids do not fit.
         """
         if self._has_draft_vocab:
-            raise ValueError("the draft vocabulary is already set; a trained head's rows would change their meaning")
+            raise ValueError(
+                "the draft vocabulary is already set; the weights of the output layer belong to its tokens: make a "
+                "new head for another one"
+            )
         ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu").sort().values
         if len(ids) != self.config.draft_vocab_size:
             raise ValueError(f"draft_vocab_size is {self.config.draft_vocab_size}, but {len(ids)} ids were given")
@@ -281,7 +338,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
             warm_start_head(self, target)
 
     def draft_vocab_ids(self) -> torch.Tensor:
-        """(D,) target ids of the draft's rows, ascending."""
+        """(D,) target ids of the draft's tokens, ascending."""
         self._require_vocabulary("draft_vocab_ids")
         return vocab.ids_from_offsets(self.d2t)
 
@@ -290,7 +347,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         return ids + self.d2t.to(ids.device)[ids]
 
     def _init_vocabulary_buffers(self) -> None:
-        """Identity or nothing; transformers' initialisers leave alone what a file has filled."""
+        """Set the identity map, or none; transformers' initialisers keep what was loaded from a file."""
         identity = self.config.draft_vocab_size == self.config.vocab_size
         init.zeros_(self.d2t)
         init.constant_(self.t2d, identity)
@@ -331,28 +388,28 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         ids = vocab.resolve(draft_vocab, draft_vocab_size, vocab_size, special_ids(target))
         size = len(ids) if ids is not None else draft_vocab_size
         config = new_head_config(target, vocab_size, size or vocab_size, config_overrides)
-        draft = cls(config).to(dtype)
+        draft = cls(config).to(dtype)  # type: ignore[arg-type] # transformers wraps this method without its types
         draft.bind(target)
         draft._starts_warm = warm_start
         if warm_start:
             warm_start_body(draft, target)
         if ids is not None and len(ids) < vocab_size:
-            draft.set_draft_vocab(ids)  # gathers its rows of the target's head
+            draft.set_draft_vocab(ids)  # also copies their part of the target's output layer
         elif draft.has_draft_vocab and warm_start:
             warm_start_head(draft, target)
         return draft
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> "Eagle3DraftModel":
-        """Load a head saved by `save_pretrained`, or one in any published layout (docs/heads.md lists them).
+        """Load a head saved by `save_pretrained`, or one in any published format (docs/heads.md lists them).
 
-        Every tensor of the file is used and every parameter filled, or an error names it; what the file leaves open
-        is assumed with a warning. No code of the folder is run. The dtype is the file's unless `dtype=` is given.
-        Keywords override config fields, for example `target_layer_ids=[2, 16, 29]`.
+        Every tensor of the file is used and every parameter filled, or an error names it. Ambiguous checkpoints load
+        with a default and a warning that names the override. No code from the repository is run. The dtype is the
+        file's unless `dtype=` is given. Keywords override config fields, for example `target_layer_ids=[2, 16, 29]`.
 
         Raises:
-            HeadFormatError: no EAGLE-3 head, one of a kind that is refused, a damaged or unsafe file, or tensors that
-                do not fit.
+            HeadFormatError: no EAGLE-3 head, one that is not supported, a damaged or unsafe file, or tensors that do
+                not fit.
         """
         draft, info = load_head(cls, super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
         declare_tree_settings(draft.generation_config)
@@ -385,7 +442,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         return result
 
     def get_input_embeddings(self):
-        """`None` where the target's are borrowed; peft asks before it leaves the head's rows out of "all-linear"."""
+        """`None` where the target's are borrowed; peft asks before it leaves the output layer out of "all-linear"."""
         return self.embed_tokens if self.config.own_embeddings else None
 
     def generate(self, *args, **kwargs):

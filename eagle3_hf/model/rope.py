@@ -1,7 +1,7 @@
-"""What a rotary description must hold before a head is built from it, and frequencies that transformers leaves out.
+"""Checks of `rope_parameters` before a head is built from them, and frequencies that transformers leaves out.
 
-The rope types are transformers' own (`ROPE_INIT_FUNCTIONS`). It only logs what is wrong with their numbers, and fails
-later, inside a forward pass, or not at all.
+The rope types are those of transformers (`ROPE_INIT_FUNCTIONS`), which only logs wrong numbers, and fails later,
+inside a forward pass, or not at all.
 """
 
 import math
@@ -63,7 +63,7 @@ def check_rope(rope: Any) -> None:
 
 
 def check_rope_table(config) -> None:
-    """Compute a config's frequencies once: numbers that contradict each other show there, whatever the rope type.
+    """Compute a config's frequencies once, which shows numbers that contradict each other, whatever the rope type.
 
     Raises:
         ValueError: no frequencies, or some that are not finite.

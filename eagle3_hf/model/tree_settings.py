@@ -68,7 +68,7 @@ class TreeSettings:
 
 
 def draft_window(draft: PreTrainedModel) -> int | None:
-    """Rows that the draft looks back, by its generation config; `None` for all."""
+    """How many positions the draft looks back, by its generation config; `None` for all."""
     window = getattr(draft.generation_config, "assistant_window", None)
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"assistant_window must be None or an int of at least 1, got {window!r}")

@@ -1,8 +1,8 @@
 """The draft vocabulary: which target tokens a head can propose, and the two buffers that say so.
 
 A head of draft vocabulary D < V scores only D of the target's V tokens. `d2t (D,)` int64 holds *offsets*
-(`target_id = draft_id + d2t[draft_id]`, the layout of every published head), `t2d (V,)` bool marks the members. Draft
-ids follow ascending target ids, so `logits[..., t2d]` is a row-for-row match of the head's output.
+(`target_id = draft_id + d2t[draft_id]`, as in every published head), `t2d (V,)` bool marks the members. Draft
+ids follow ascending target ids, so the target's `logits[..., t2d]` and the head's output have the same order.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def validate(
 
     Args:
         d2t: `(D,)` integer offsets.
-        t2d: `(V,)` bool membership, or None for a layout without it.
+        t2d: `(V,)` bool membership, or `None` for a file without it.
         vocab_size: V of the target.
         draft_vocab_size: D of the head.
         allow_identity: accept an all-zero `d2t` although D < V. It reads as "draft ids are the target ids 0..D-1",
-            which is almost always a map that was never filled in.
+            which is almost always a map that was never set.
 
     Raises:
         ValueError: naming what is wrong and where.
@@ -122,12 +122,12 @@ def validate(
 def offsets_from_file(d2t: Tensor, t2d: Tensor | None, vocab_size: int, draft_vocab_size: int) -> tuple[Tensor, bool]:
     """A file's map as int64 offsets, and whether it held absolute target ids.
 
-    Every published head stores offsets; what cannot be offsets, but is an ascending list of ids, is taken for ids.
+    Every published head stores offsets; a list that cannot be offsets, but is one of ascending ids, is read as ids.
 
     Raises:
-        ValueError: neither, in the words of [`validate`].
+        ValueError: it is neither; see [`validate`].
     """
-    # All zero is the first ids where the mask marks just these, and else a map that was never filled in.
+    # All zero means the first ids where the mask marks exactly these, and else a map that was never set.
     first = t2d is not None and t2d.nonzero().flatten().tolist() == list(range(draft_vocab_size))
     try:
         validate(d2t, t2d, vocab_size, draft_vocab_size, allow_identity=first)
@@ -158,9 +158,9 @@ def coverage(counts: Tensor, ids: Tensor) -> float:
 
 
 def resolve(draft_vocab, size: int | None, vocab_size: int, always: Iterable[int] = ()) -> Tensor | None:
-    """Target ids (D,) meant by `from_target`'s arguments: ids, counts (V,) with a size, or `None` for "not yet".
+    """Target ids (D,) from `from_target`'s arguments: ids, or counts (V,) with a size; `None` for "not yet".
 
-    A tensor of length V is taken for counts unless it is `arange(V)`.
+    A tensor of length V is read as counts unless it is `arange(V)`.
 
     Raises:
         ValueError: counts without a size, ids that are repeated, or ids whose number contradicts the size.
@@ -216,8 +216,8 @@ def check_tokenizer(config, tokenizer) -> None:
         )
     if config.target_chat_template_hash not in (None, template_hash):
         logger.warning(
-            "The head was trained with a chat template of hash %s, but this tokenizer's has %s: prompts look other "
-            "than those it knows, so it may accept less.",
+            "The head was trained with a chat template of hash %s, but this tokenizer's has %s: prompts differ from "
+            "those in training, so fewer drafts may be accepted.",
             config.target_chat_template_hash,
             template_hash,
         )

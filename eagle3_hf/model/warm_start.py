@@ -1,4 +1,4 @@
-"""Starting a new head from its target: its config, head rows, final norm, and the last blocks where shapes allow."""
+"""Starting a new head from its target: config, output layer, final norm, and the last blocks where shapes allow."""
 
 import copy
 from collections.abc import Iterator
@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .borrowed import COMPUTE_DTYPES, call_on_module_device
 from .config_fields import is_integer, is_number
 from .configuration_eagle3 import Eagle3DraftConfig
-from .features import COMPUTE_DTYPES, call_at_home, decoder_blocks, default_layer_ids, num_target_layers, table_shape
+from .target_check import default_layer_ids
+from .target_modules import decoder_blocks, num_target_layers, table_shape
 
 
-# RoPE types that depend on nothing but the position, so that a draft can share them.
+# RoPE types that depend only on the position, so that a draft can share them.
 _PORTABLE_ROPE = ("default", "linear", "llama3", "yarn")
 # A head's width where the target has none to copy.
 _HEAD_DIM = 64
@@ -64,7 +66,7 @@ def _embedding_width(target) -> int:
 
 
 def _widths(block, overrides: dict) -> dict:
-    """Of the residual stream, attention and MLP: the target's, or in proportion where `hidden_size` is another."""
+    """Widths of residual stream, attention and MLP: the target's, or in proportion where `hidden_size` differs."""
     width = overrides.get("hidden_size", block.hidden_size)
     heads, groups, head_dim = _attention_widths(block, overrides)
     mlp = _mlp_width(block)
@@ -83,7 +85,7 @@ def _widths(block, overrides: dict) -> dict:
 
 
 def _attention_widths(block, overrides: dict) -> tuple[int, int, int]:
-    """Heads, heads that share a key, and their width: the target's, or a choice where it has no attention (Mamba)."""
+    """Number of heads, of heads that share a key, and width of one: the target's, or ours if it has none (Mamba)."""
     heads = getattr(block, "num_attention_heads", None)
     if heads is None:  # its `head_dim`, if any, is that of a recurrent state
         head_dim = overrides.get("head_dim") or min(_HEAD_DIM, block.hidden_size - block.hidden_size % 2)
@@ -97,7 +99,7 @@ def _attention_widths(block, overrides: dict) -> tuple[int, int, int]:
 
 
 def _mlp_width(block) -> int:
-    """Mixture-of-experts targets have narrow experts; a dense draft wants a dense width."""
+    """Width of the MLP. The experts of mixture-of-experts targets are narrow; the draft's MLP is dense."""
     width = getattr(block, "intermediate_size", None) or 0
     if isinstance(width, list):
         width = max(width)
@@ -105,13 +107,13 @@ def _mlp_width(block) -> int:
 
 
 def _norm_eps(block) -> float:
-    """What the target's norms add to a variance; families call it otherwise, or leave the usual name `None`."""
+    """What the target's norms add to a variance; families name it differently, or leave the usual name `None`."""
     found: list[Any] = [getattr(block, name, None) for name in _NORM_EPS]
     return next((eps for eps in found if is_number(eps) and eps > 0), 1e-5)
 
 
 def _longest_text(text) -> int:
-    """XLNet says -1: no limit."""
+    """The target's longest text, 2048 where it has no limit (XLNet has -1)."""
     length: Any = getattr(text, "max_position_embeddings", None)
     return length if is_integer(length) and length > 0 else 2048
 
@@ -124,7 +126,7 @@ def _portable_rope(text) -> dict:
 
 
 def special_ids(target) -> list[int]:
-    """The eos, pad and bos ids of the target's generation config: always worth drafting."""
+    """The eos, pad and bos ids of the target's generation config, which every draft vocabulary contains."""
     config = getattr(target, "generation_config", None)
     found: set[int] = set()
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
@@ -135,9 +137,9 @@ def special_ids(target) -> list[int]:
 
 @torch.no_grad()
 def dense_rows(linear: nn.Module, ids: torch.Tensor, width: int, chunk: int = 256) -> torch.Tensor:
-    """Rows `ids` of a linear layer's weight, (len(ids), width) float32, found by calling it on unit vectors.
+    """Rows `ids` of a linear layer's weight, (len(ids), width) float32, computed by calling it on unit vectors.
 
-    So quantised, offloaded, tied and biased layers all work, and no weight's dtype or device is trusted.
+    That works for quantised, offloaded, tied and biased layers, whatever dtype and device their weights have.
     """
     probe = next((p for p in linear.parameters() if p.dtype in COMPUTE_DTYPES), None)
     device = probe.device if probe is not None and probe.device.type != "meta" else torch.device("cpu")
@@ -152,7 +154,7 @@ def dense_rows(linear: nn.Module, ids: torch.Tensor, width: int, chunk: int = 25
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Without the dropout of adapters; modes are put back part by part."""
+    """Evaluation mode, without the dropout of adapters; afterwards each part has its own mode again."""
     training = [part for part in module.modules() if part.training]
     for part in training:
         part.training = False
@@ -165,7 +167,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def warm_start_head(draft, target) -> None:
-    """Gather the head rows of the draft vocabulary from the target's output layer, if the widths agree."""
+    """Copy the draft vocabulary's rows of the target's output layer, if the widths agree."""
     config, head = draft.config, target.get_output_embeddings()
     if head is None or not config.own_lm_head or config.hidden_size != config.target_hidden_size:
         return
@@ -179,7 +181,10 @@ def warm_start_head(draft, target) -> None:
 
 @torch.no_grad()
 def warm_start_body(draft, target) -> None:
-    """All but the head: final norm, `fc` passing the high feature, the last blocks' attention and MLP; by shape."""
+    """Copy all but the output layer, where shapes agree: final norm, attention and MLP of the last blocks.
+
+    `fc` starts as a pass-through of the highest feature.
+    """
     config = draft.config
     if config.hidden_size != config.target_hidden_size:
         return
@@ -201,7 +206,7 @@ def _decoder(target) -> Any:
     return target.get_decoder() if hasattr(target, "get_decoder") else None
 
 
-def _copy_block(layer: nn.Module, block: nn.Module, width: int) -> None:
+def _copy_block(layer: Any, block: nn.Module, width: int) -> None:
     for name in ("gate_proj", "up_proj", "down_proj"):
         _copy_weight(getattr(layer.mlp, name), getattr(getattr(block, "mlp", None), name, None))
     _copy_gain(layer.post_attention_layernorm, _norm_before_mlp(block), width)
@@ -219,7 +224,7 @@ def _copy_block(layer: nn.Module, block: nn.Module, width: int) -> None:
 
 
 def _norm_before_mlp(block: nn.Module) -> nn.Module | None:
-    """Sandwich blocks (Gemma 2 and 3) name it otherwise; in blocks without a first norm (OLMo 2) there is none."""
+    """The norm before a block's MLP. Gemma 2 and 3 name it differently; OLMo 2, without a first norm, has none."""
     before_mlp = getattr(block, "pre_feedforward_layernorm", None)
     if before_mlp is None and hasattr(block, "input_layernorm"):
         before_mlp = getattr(block, "post_attention_layernorm", None)
@@ -227,14 +232,14 @@ def _norm_before_mlp(block: nn.Module) -> nn.Module | None:
 
 
 def _norm_before_attention(block: nn.Module) -> nn.Module | None:
-    """In blocks without a first norm (OLMo 2) there is none."""
+    """The norm before a block's attention; blocks without a first norm (OLMo 2) have none."""
     return getattr(block, "input_layernorm", None)
 
 
-def _copy_gain(mine: nn.Module, norm: nn.Module | None, width: int) -> None:
-    """What `norm` multiplies its normalised input by: its weight, or one plus its weight (Gemma).
+def _copy_gain(mine: Any, norm: nn.Module | None, width: int) -> None:
+    """Copy what `norm` multiplies its normalised input by: its weight, or one plus its weight (Gemma).
 
-    Found by calling it on a vector of signs, whose normalised form is itself.
+    It is computed by calling the norm on a vector of signs, whose normalised form is itself.
     """
     weight = _plain_weight(norm)
     if norm is None or weight is None or weight.shape != (width,):
@@ -247,31 +252,31 @@ def _copy_gain(mine: nn.Module, norm: nn.Module | None, width: int) -> None:
 
 
 def _copy_embeddings(mine: nn.Embedding, embed: nn.Module, chunk: int = 8192) -> None:
-    """By calling the target's, which may scale its rows (Gemma), be quantised or live elsewhere."""
-    call = call_at_home(embed)
+    """Copy embeddings by calling the target's, which may scale them (Gemma), be quantised or on another device."""
+    call = call_on_module_device(embed)
     for start in range(0, mine.num_embeddings, chunk):
         ids = torch.arange(start, min(start + chunk, mine.num_embeddings), device=mine.weight.device)
         mine.weight[ids] = call(ids).to(mine.weight)
 
 
-def _copy_feature_half(mine: nn.Linear, other: nn.Module | None, width: int) -> None:
-    """The other half of the columns, which read the embedding, starts small and random."""
+def _copy_feature_half(mine: Any, other: nn.Module | None, width: int) -> None:
+    """Copy to the half of the columns that reads the feature; the half that reads the embedding stays random."""
     source = _plain_weight(other)
     if source is not None and source.shape == (mine.out_features, width):
         mine.weight[:, width:] = source.to(mine.weight)
 
 
-def _copy_weight(mine: nn.Module, other: nn.Module | None) -> None:
+def _copy_weight(mine: Any, other: nn.Module | None) -> None:
     source = _plain_weight(other)
     if source is not None and source.shape == mine.weight.shape:
         mine.weight.copy_(source.to(mine.weight))
 
 
 def _plain_weight(module: nn.Module | None) -> torch.Tensor | None:
-    """The weight of a module if it is an ordinary float tensor that is here (not packed, not offloaded)."""
+    """The weight of a module if it is an ordinary float tensor in memory (not packed, not offloaded)."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dtype not in COMPUTE_DTYPES or weight.device.type == "meta":
         return None
-    if type(weight.data) is not torch.Tensor:  # packed, and says the dtype that it computes in
+    if type(weight.data) is not torch.Tensor:  # packed; its dtype is the one that it computes in
         return None
     return weight

@@ -1,6 +1,7 @@
-"""The model card of adapters on a head, in place of the empty form that peft leaves in their folder."""
+"""The model card of adapters on a head, which replaces the empty form that peft leaves in their folder."""
 
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
@@ -13,15 +14,15 @@ _MARK = "<!-- Written by eagle3_hf for adapters. Delete this line, and no save w
 
 
 def write_adapter_card(folder: str, model: PeftModel, tau: float | None = None) -> Path | None:
-    """Write `README.md` unless a person did: what the adapters are on, how they were made, how to use them.
+    """Write `README.md` unless a person wrote one: the head of the adapters, how they were made, how to use them.
 
     Args:
-        folder: Of the saved adapters.
+        folder: Folder of the saved adapters.
         model: The adapters on their head.
-        tau: As measured on held-out prompts, where it was.
+        tau: Mean acceptance length that was measured on held-out prompts, if it was.
 
     Returns:
-        The card's path, or `None` where it was left as it was.
+        The card's path, or `None` where the card was left as it was.
     """
     path = Path(folder) / CARD_FILE
     if path.exists() and not {_EMPTY, _MARK} & set(path.read_text(encoding="utf-8").splitlines()):
@@ -32,8 +33,9 @@ def write_adapter_card(folder: str, model: PeftModel, tau: float | None = None) 
 
 def _text(model: PeftModel, tau: float | None) -> str:
     config = model.peft_config[model.active_adapter]
-    # Folders of this machine would lead nobody anywhere, and tell who reads them about it.
-    head, target = config.base_model_name_or_path, model.get_base_model().config.target_name_or_path
+    # Paths of this machine would help no reader, and should not be published.
+    base: Any = model.get_base_model()
+    head, target = config.base_model_name_or_path, base.config.target_name_or_path
     head = head if looks_like_hub_id(head) else "HEAD"
     target = target if looks_like_hub_id(target) else "TARGET"
     metadata = ModelCardData(
@@ -51,8 +53,16 @@ def _text(model: PeftModel, tau: float | None) -> str:
         _MARK,
         "",
         f"LoRA adapters (rank {getattr(config, 'r', '-')} on {modules}) that adjust a draft head for speculative "
-        "decoding. The text stays the target's own, whatever a head drafts.",
-        *(["", f"On held-out prompts, greedy, tau was {tau:.2f}; plain decoding has 1."] if tau is not None else []),
+        "decoding. The output is the target's own, whatever a head drafts.",
+        *(
+            [
+                "",
+                f"On held-out prompts the mean acceptance length (tau) with greedy decoding was {tau:.2f}; ordinary "
+                "decoding has 1.",
+            ]
+            if tau is not None
+            else []
+        ),
         "",
         "```python",
         "from peft import PeftModel",

@@ -1,14 +1,16 @@
-"""What a training run is told: transformers' `TrainingArguments`, and the switches of EAGLE-3."""
+"""Arguments of a training run: transformers' `TrainingArguments` with the options of EAGLE-3, model and data."""
 
 import json
 import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from transformers import TrainingArguments
 
 from ..model.configuration_eagle3 import FIELDS
 from ..ttt.settings import ATTENTIONS, LOSS_TYPES, TTTSettings
 from ..utils.logging import get_logger
+from .data.options import EncodingOptions
 
 
 logger = get_logger(__name__)
@@ -18,15 +20,15 @@ _EXPONENT = 1.5  # with it, heads of 4,096 get the reference code's 5e-5
 
 
 def learning_rate_for(width: int) -> float:
-    """The peak rate for a head of this width: 1e-3 up to 576, 1.5e-4 at 2,048, 5.3e-5 at 4,096.
+    """Return the peak rate for a head of this width: 1e-3 up to 576, 1.5e-4 at 2,048, 5.3e-5 at 4,096.
 
-    Two rates are known, at 576 and at about 4,096; the others lie on the line through these, in logarithms.
+    Two rates are known, at 576 and at about 4,096; the others are interpolated in logarithms.
     """
     return float(f"{_DEMO_RATE * min(1.0, (_DEMO_WIDTH / width) ** _EXPONENT):.1e}")
 
 
-def _fields(name: str, value: dict | str | None) -> dict | None:
-    """Fields by name; JSON where they come from a command line."""
+def _read_object(name: str, value: dict | str | None) -> dict | None:
+    """Return a dict, which a command line gives as JSON."""
     problem = ""
     if isinstance(value, str):
         try:
@@ -43,82 +45,94 @@ class Eagle3TrainingArguments(TrainingArguments):
     """`TrainingArguments` with the paper's defaults (AdamW, betas 0.9/0.95, clip 0.5) and these fields.
 
     Args:
-        learning_rate: Peak rate; where it is `None`, [`Eagle3Trainer`] sets that of `learning_rate_for`, by the head's
-            width.
-        ttt_steps: Steps of training-time test; a head drafts about as deep as it was trained.
-        step_decay: Weight `decay^s` of step `s`.
+        learning_rate: Peak learning rate. With `None`, [`Eagle3Trainer`] takes that of `learning_rate_for`, which
+            depends on the head's width.
+        ttt_steps: Number of steps of training-time test; a head drafts about as deep as it was trained.
+        step_decay: Step `s` of the loss has the weight `decay^s`.
         step_weights: A weight for each step, in place of the decay.
-        row_share: Share of the rows that the steps after the first train on, drawn anew for every batch; their loss is
-            scaled up. 1.0 is the paper's; less trains faster.
+        position_share: Share of the positions that the steps after the first train on, drawn anew for every batch;
+            their loss is scaled up. 1.0 is the paper's choice; less trains faster.
         loss_type: `"soft_cross_entropy"` (the paper's), `"kl"` or `"acceptance"`.
         feature_loss_weight: Weight of EAGLE-2's regression of the target's last feature; 0 leaves it out.
         ttt_attention: `"fused"`, or `"eager"`, its slow reference.
-        checkpoint_ttt_steps: Run every step again in the backward pass: less memory, more time.
-        loss_chunk: Rows of draft logits at a time, computed again in the backward pass; 0 keeps them all.
-        packing: Several chats in a row of `max_length` tokens, each blind to the others.
-        last_turn_only: Learn the last answer of a chat only.
-        mask_reasoning: Do not learn what stands between thinking tags.
-        max_length: Tokens kept of a chat, when the trainer tokenises it; with packing, of a row.
-        chat_template_kwargs: Variables for the chat template, such as `{"enable_thinking": False}`; JSON on a command
-            line.
+        checkpoint_ttt_steps: Run every step again in the backward pass, which takes less memory and more time.
+        loss_chunk: Number of positions whose draft logits exist at a time; they are computed again in the backward
+            pass. 0 keeps the logits of all positions.
+        packing: Put several chats into one sequence of `max_length` tokens; none of them attends to another.
+        last_turn_only: Learn from the last answer of each chat only.
+        mask_reasoning: Do not learn thoughts, nor the tags around them.
+        max_length: Tokens kept of each chat that the trainer tokenises; with packing, the length of a sequence.
+        chat_template_kwargs: Extra variables for the chat template, such as `{"enable_thinking": False}`; JSON on a
+            command line.
         freeze_embeddings: Do not train a head's own input embedding; a borrowed one is never trained.
-        dataset_num_proc: Processes to encode chats with.
+        dataset_num_proc: Number of processes that encode chats.
         vocab_cache: Folder that keeps counted draft vocabularies between runs.
     """
 
-    ttt_steps: int = field(default=7, metadata={"help": "Steps of training-time test."})
-    step_decay: float = field(default=0.8, metadata={"help": "Weight decay^s of step s of the loss."})
+    if TYPE_CHECKING:  # TrainingArguments fills it in where none was given
+        output_dir: str = ""
+
+    ttt_steps: int = field(default=7, metadata={"help": "Number of steps of training-time test."})
+    step_decay: float = field(default=0.8, metadata={"help": "Step s of the loss has the weight step_decay^s."})
     step_weights: list[float] | None = field(
         default=None, metadata={"help": "A weight for each step, in place of the decay."}
     )
-    row_share: float = field(default=1.0, metadata={"help": "Share of rows that steps after the first train on."})
-    loss_type: str = field(
-        default="soft_cross_entropy", metadata={"help": "What a step learns by.", "choices": LOSS_TYPES}
+    position_share: float = field(
+        default=1.0, metadata={"help": "Share of the positions that the steps after the first train on."}
     )
+    loss_type: str = field(default="soft_cross_entropy", metadata={"help": "Loss of a step.", "choices": LOSS_TYPES})
     feature_loss_weight: float = field(
         default=0.0, metadata={"help": "Weight of EAGLE-2's regression of the target's last feature."}
     )
     ttt_attention: str = field(
-        default="fused", metadata={"help": "Attention of the unrolled steps.", "choices": ATTENTIONS}
+        default="fused",
+        metadata={"help": "Implementation of the attention of training-time test.", "choices": ATTENTIONS},
     )
     checkpoint_ttt_steps: bool = field(
-        default=False, metadata={"help": "Run every step again in the backward pass: less memory, more time."}
+        default=False,
+        metadata={"help": "Run every step again in the backward pass, which takes less memory and more time."},
     )
     loss_chunk: int = field(
-        default=512, metadata={"help": "Rows of draft logits at a time, made again in backward; 0 keeps them all."}
+        default=512, metadata={"help": "Positions whose draft logits exist at a time; 0 keeps the logits of all."}
     )
-    packing: bool = field(default=False, metadata={"help": "Several chats in a row of max_length tokens."})
-    last_turn_only: bool = field(default=False, metadata={"help": "Learn the last answer of a chat only."})
-    mask_reasoning: bool = field(default=False, metadata={"help": "Do not learn what stands between thinking tags."})
-    max_length: int = field(default=2048, metadata={"help": "Tokens kept of a chat; with packing, of a row."})
+    packing: bool = field(
+        default=False, metadata={"help": "Put several chats into one sequence of max_length tokens."}
+    )
+    last_turn_only: bool = field(default=False, metadata={"help": "Learn from the last answer of each chat only."})
+    mask_reasoning: bool = field(default=False, metadata={"help": "Do not learn thoughts, nor the tags around them."})
+    max_length: int = field(
+        default=2048, metadata={"help": "Tokens kept of each chat; with packing, the length of a sequence."}
+    )
     chat_template_kwargs: dict | str | None = field(
-        default=None, metadata={"help": 'JSON of variables for the chat template: {"enable_thinking": false}.'}
+        default=None, metadata={"help": 'Extra variables for the chat template, as JSON: {"enable_thinking": false}.'}
     )
     freeze_embeddings: bool = field(
         default=False, metadata={"help": "Do not train a head's own input embedding; a borrowed one never is."}
     )
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes to encode chats with."})
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Number of processes that encode chats."})
     vocab_cache: str | None = field(
         default=None, metadata={"help": "Folder that keeps counted draft vocabularies between runs."}
     )
-    logging_steps: float = field(default=10, metadata={"help": "Steps between two logs."})
+    logging_steps: float = field(default=10, metadata={"help": "Number of steps between two logs."})
     eval_steps: float | None = field(
-        default=500, metadata={"help": "Steps between evaluations (eval_strategy steps)."}
+        default=500, metadata={"help": "Number of steps between evaluations (with eval_strategy steps)."}
     )
     learning_rate: float | None = field(  # type: ignore[assignment]
         default=None,
         metadata={"help": "Peak learning rate (default: by the head's width; 1e-3 at 576, 5e-5 at 4096)."},
     )
     adam_beta2: float = field(default=0.95, metadata={"help": "Second beta of AdamW."})
-    max_grad_norm: float = field(default=0.5, metadata={"help": "Gradient norm to clip at."})
+    max_grad_norm: float = field(default=0.5, metadata={"help": "Gradients are clipped to this norm."})
     logging_nan_inf_filter: bool = field(
         default=False,
-        metadata={"help": "Kept off: it would wait for the device every batch, and a loss that is not finite stops."},
+        metadata={
+            "help": "Leave it off: it waits for the device at every batch; a loss that is not finite stops the run."
+        },
     )
     ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "Kept off: every parameter of a head takes part in every loss."}
+        default=False, metadata={"help": "Leave it off: every parameter of a head takes part in every loss."}
     )
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Kept off: stored features are columns."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Leave it off: stored features are columns."})
 
     def __post_init__(self):
         self._derived_rate: float | None = None
@@ -130,19 +144,19 @@ class Eagle3TrainingArguments(TrainingArguments):
                 "gives the default, is known: set learning_rate"
             )
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"  # torch would warn
-        self.chat_template_kwargs = _fields("chat_template_kwargs", self.chat_template_kwargs)
-        self.ttt_settings()  # refuses what means nothing
-        self._refuse_what_heads_have_not()
+        self.chat_template_kwargs = _read_object("chat_template_kwargs", self.chat_template_kwargs)
+        self.ttt_settings()  # raises for values without a meaning
+        self._reject_what_heads_do_not_have()
         if self.max_length < 3:
             raise ValueError(f"max_length must be at least 3 (two tokens and one to learn), got {self.max_length}")
 
-    def _refuse_what_heads_have_not(self) -> None:
-        """Raise ValueError for switches that would have no effect, or another one than their name says."""
+    def _reject_what_heads_do_not_have(self) -> None:
+        """Raise ValueError for options that would have no effect, or another effect than their name says."""
         no_predictions = "the evaluation of a head keeps no predictions, so that no compute_metrics could read them"
         reasons = {
-            "gradient_checkpointing": "it is of whole models; for a head set checkpoint_ttt_steps",
+            "gradient_checkpointing": "it is for whole models; for a head set checkpoint_ttt_steps",
             "label_smoothing_factor": "a head learns its target's distribution, not labels",
-            "neftune_noise_alpha": "a head's input is its target's, without noise",
+            "neftune_noise_alpha": "a head gets its target's input, without noise",
             "use_liger_kernel": "Liger has no kernels for heads; ttt_attention and loss_chunk save memory",
             "remove_unused_columns": "stored features are columns, which it would remove: leave it off",
             "include_for_metrics": no_predictions,
@@ -155,27 +169,40 @@ class Eagle3TrainingArguments(TrainingArguments):
             raise ValueError(f"label_names is {self.label_names}, but a head's labels are in the column labels alone")
         if self.length_column_name != "length":
             raise ValueError(
-                f"length_column_name is {self.length_column_name!r}, but lengths are read off the rows: leave it out"
+                f"length_column_name is {self.length_column_name!r}, but lengths are read from the examples: "
+                "leave it out"
             )
         split = [f"{kind}_size" for kind in ("tp", "cp", "sp") if (_size(self.parallelism_config, kind) or 1) > 1]
         if split:
             raise ValueError(
-                f"parallelism_config sets {', '.join(split)}, but a head is not split over tensors or the length of a "
-                "text: train it with DDP, FSDP2 or DeepSpeed"
+                f"parallelism_config sets {', '.join(split)}, but a head is not split by tensors or by sequence "
+                "length: train it with DDP, FSDP2 or DeepSpeed"
             )
 
     def settle_learning_rate(self, width: int) -> None:
-        """Where no rate was given, set the one for a head of this width; the next trainer's head may be another."""
+        """Set the learning rate for a head of this width, unless one was given. Each trainer may have another head."""
         if self.learning_rate is not None and self.learning_rate != self._derived_rate:
             return
         self.learning_rate = self._derived_rate = learning_rate_for(width)
         logger.info(f"learning_rate is {self.learning_rate:g}, the default for heads of width {width}")
 
+    def encoding_options(self) -> EncodingOptions:
+        """How chats are encoded and packed, as one object."""
+        return EncodingOptions(
+            max_length=self.max_length,
+            template_kwargs=_read_object("chat_template_kwargs", self.chat_template_kwargs),
+            last_turn_only=self.last_turn_only,
+            mask_reasoning=self.mask_reasoning,
+            num_proc=self.dataset_num_proc,
+            packing=self.packing,
+            seed=self.seed if self.data_seed is None else self.data_seed,
+        )
+
     def ttt_settings(self, training: bool = True) -> TTTSettings:
-        """What the draft's forward is told; evaluation runs on every row.
+        """Return the settings for the draft's forward; evaluation runs on every position.
 
         Raises:
-            ValueError: a value that means nothing; the field is named.
+            ValueError: a value has no meaning; the message names the field.
         """
         try:
             return self._ttt_settings(training)
@@ -187,7 +214,7 @@ class Eagle3TrainingArguments(TrainingArguments):
             num_steps=self.ttt_steps,
             step_decay=self.step_decay,
             step_weights=tuple(self.step_weights) if self.step_weights is not None else None,
-            row_share=self.row_share if training else 1.0,
+            position_share=self.position_share if training else 1.0,
             loss_type=self.loss_type,
             feature_loss_weight=self.feature_loss_weight,
             attention=self.ttt_attention,
@@ -205,66 +232,69 @@ class ModelArguments:
     """The target, and the head that is trained for it.
 
     Args:
-        target: Local folder or Hub id.
-        head: A head to train further, of any published layout; without it a new one is made.
-        draft_vocab_size: Tokens that a new head can propose; at most the target's.
+        target: Target: a local folder or a Hub id.
+        head: Head to train further, in any published format; without it a new head is made.
+        draft_vocab_size: Number of tokens that a new head can propose; at most the target's.
         target_layer_ids: `hidden_states` indices that the head reads (default: those that `head` names, or the
             reference's rule).
         head_config: Other fields of a new head's config, as JSON: `{"num_hidden_layers": 2}`.
-        warm_start: Copy from the target what fits; else a new head starts at random.
-        dtype: Of the target.
-        device_map: Of the target, such as `auto` to spread a large one over all GPUs of a single process; without it
-            the target is where the head trains.
-        attn_implementation: Of the target.
-        target_adapter: LoRA adapters on the target, which then teach too.
-        lora_r: Rank of adapters to train on `head` in place of all its weights; 0 trains all.
-        lora_alpha, lora_dropout, lora_modules: Of these adapters.
+        warm_start: Copy those weights from the target that fit; otherwise a new head starts with random weights.
+        dtype: Data type in which the target is loaded.
+        device_map: Device map of the target, such as `auto` to spread a large one over all GPUs of a single process;
+            without it the target is on the device on which the head trains.
+        attn_implementation: Attention implementation of the target.
+        target_adapter: LoRA adapters that are loaded on the target.
+        lora_r: Rank of adapters that are trained on `head` in place of all its weights; 0 trains all weights.
+        lora_alpha, lora_dropout, lora_modules: Scale, dropout and modules of these adapters.
     """
 
     target: str = field(metadata={"help": "Target: a local folder or a Hub id."})
-    head: str | None = field(default=None, metadata={"help": "A head to train further (default: a new one)."})
-    draft_vocab_size: int = field(default=32000, metadata={"help": "Tokens that a new head can propose."})
+    head: str | None = field(default=None, metadata={"help": "Head to train further (default: a new one)."})
+    draft_vocab_size: int = field(default=32000, metadata={"help": "Number of tokens that a new head can propose."})
     target_layer_ids: list[int] | None = field(
-        default=None, metadata={"help": "hidden_states indices that the head reads."}
+        default=None, metadata={"help": "Indices of the target's hidden_states that the head reads."}
     )
     head_config: dict | str | None = field(
         default=None, metadata={"help": 'Other fields of a new head, as JSON: {"num_hidden_layers": 2}.'}
     )
-    warm_start: bool = field(default=True, metadata={"help": "Copy from the target what fits."})
-    dtype: str = field(default="auto", metadata={"help": "Of the target."})
-    device_map: str | None = field(default=None, metadata={"help": "Of the target: auto spreads it over all GPUs."})
-    attn_implementation: str | None = field(default=None, metadata={"help": "Of the target."})
-    target_adapter: str | None = field(default=None, metadata={"help": "LoRA adapters on the target."})
+    warm_start: bool = field(default=True, metadata={"help": "Copy those weights from the target that fit."})
+    dtype: str = field(default="auto", metadata={"help": "Data type in which the target is loaded."})
+    device_map: str | None = field(
+        default=None, metadata={"help": "Device map of the target: auto spreads it over all GPUs."}
+    )
+    attn_implementation: str | None = field(default=None, metadata={"help": "Attention of the target."})
+    target_adapter: str | None = field(default=None, metadata={"help": "LoRA adapters to load on the target."})
     lora_r: int = field(default=0, metadata={"help": "Rank of adapters to train on the head; 0 trains all weights."})
-    lora_alpha: int = field(default=32, metadata={"help": "Scale of these adapters, times 1/r."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of these adapters: lora_alpha / lora_r."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before these adapters."})
     lora_modules: list[str] | None = field(
         default=None, metadata={"help": "Modules with adapters (default: all linear ones but the output layer)."}
     )
 
     def __post_init__(self):
-        self.head_config = _fields("head_config", self.head_config)
+        self.head_config = _read_object("head_config", self.head_config)
         unknown = sorted(set(self.head_config or ()) - set(FIELDS))
         if unknown:
-            raise ValueError(f"head_config: {', '.join(unknown)} is no field of Eagle3DraftConfig")
+            raise ValueError(f"head_config: {', '.join(unknown)} is not a field of Eagle3DraftConfig")
         if self.head is not None and self.head_config:
-            raise ValueError("head_config is of a new head, and head names one that exists: leave one of them out")
+            raise ValueError("head_config describes a new head, but head names an existing one: leave one of them out")
         if self.lora_r and self.head is None:
-            raise ValueError("lora_r trains adapters on a head that exists: name it with head")
+            raise ValueError("lora_r trains adapters on an existing head: name that head with head")
 
 
 @dataclass
 class DataArguments:
-    """What is learnt, and what is held out.
+    """Which data is learnt, and which is held out.
 
     Args:
         train_data: File, folder or Hub id of chats (see `load_chats`), or a folder of stored features.
-        train_split: Which split of it, where there are several.
-        eval_data, eval_split: The same, to evaluate on.
-        held_out: Without `eval_data`: this many chats are drawn from `train_data`, not trained on.
-        max_train_samples: Use only the first so many chats.
-        tau_prompts: This many of the held-out chats are decoded at every evaluation, which logs `eval_tau`.
-        tau_new_tokens: Tokens decoded for each of them.
+        train_split: Split of `train_data`, if it has several.
+        eval_data, eval_split: The same for the data to evaluate on.
+        held_out: Number of chats that are drawn from `train_data` to evaluate on, if there is no `eval_data`.
+        max_train_samples: Use only this many chats of `train_data`, from its beginning.
+        tau_prompts: Number of held-out chats that are decoded at every evaluation, which logs the mean acceptance
+            length (tau) as `eval_tau`.
+        tau_new_tokens: Number of tokens that are decoded for each of them.
         dry_run: Stop before the first step, when data, head and sizes are known.
     """
 
@@ -273,9 +303,13 @@ class DataArguments:
     eval_data: str | None = field(default=None, metadata={"help": "Chats or stored features to evaluate on."})
     eval_split: str | None = field(default=None, metadata={"help": "Split of eval_data."})
     held_out: int = field(
-        default=128, metadata={"help": "Chats of train_data to evaluate on where eval_data is none."}
+        default=128, metadata={"help": "Number of chats of train_data to evaluate on, without eval_data."}
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many chats."})
-    tau_prompts: int = field(default=0, metadata={"help": "Held-out chats to decode at every evaluation."})
-    tau_new_tokens: int = field(default=64, metadata={"help": "Tokens decoded for each of them."})
-    dry_run: bool = field(default=False, metadata={"help": "Stop before the first step, and say what would be done."})
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Use only the first chats of train_data, this many."}
+    )
+    tau_prompts: int = field(
+        default=0, metadata={"help": "Number of held-out chats to decode at every evaluation, for eval_tau."}
+    )
+    tau_new_tokens: int = field(default=64, metadata={"help": "Number of tokens decoded for each of them."})
+    dry_run: bool = field(default=False, metadata={"help": "Say what would be done, and stop before the first step."})

@@ -1,4 +1,4 @@
-"""What training and evaluation count: sums over the supervised pairs of every step, kept on the device."""
+"""Metrics of training and evaluation: sums over the supervised pairs of every step, kept on the device."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..model.modeling_eagle3 import Eagle3DraftOutput
 
 
 class StepSums:
-    """Loss, hits and number of supervised pairs of every step, summed on the device until somebody asks."""
+    """Sums of loss, hits and supervised pairs of every step, kept on the device until `collect` reads them."""
 
     def __init__(self, num_steps: int):
         self._num_steps = num_steps
@@ -24,14 +24,14 @@ class StepSums:
         self._sums = self._sums.to(new.device) + new
 
     def collect(self, accelerator) -> list[list[float]]:
-        """`[losses, hits, counts]`, S numbers each, over all processes; then starts anew."""
+        """Return `[losses, hits, counts]`, S numbers each, summed over all processes, and start anew."""
         sums = accelerator.reduce(self._sums.to(accelerator.device), "sum").tolist()
         self.reset()
         return sums
 
 
 def step_metrics(hits: list[float], counts: list[float], prefix: str = "") -> dict[str, float]:
-    """Token-weighted accuracy of every step, and what a chain with these accuracies would emit a round."""
+    """Return the accuracy of every step, and the tokens a round that a chain with these accuracies would emit."""
     accuracies = [hit / max(count, 1.0) for hit, count in zip(hits, counts, strict=True)]
     named = {f"{prefix}accuracy_step_{step}": value for step, value in enumerate(accuracies)}
     return {**named, f"{prefix}simulated_acceptance_length": simulated_acceptance_length(accuracies)}

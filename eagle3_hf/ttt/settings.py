@@ -18,7 +18,7 @@ class TTTSettings:
             target's features only, as EAGLE-2 does.
         step_decay: The weight of step `s` is `decay^s`, unless `step_weights` are given.
         step_weights: A weight for each step, instead of the decay.
-        row_share: Share of the rows that the steps after the first run on, drawn anew for every batch.
+        position_share: Share of the rows that the steps after the first run on, drawn anew for every batch.
         loss_type: `"soft_cross_entropy"` (the paper's), `"kl"` (the same minus the teacher's entropy: the same
             gradients, zero at the optimum) or `"acceptance"` (minus the logarithm of the probability that a token
             drawn from the head is accepted), see `ttt.loss`.
@@ -35,7 +35,7 @@ class TTTSettings:
     num_steps: int = 7
     step_decay: float = 0.8
     step_weights: tuple[float, ...] | None = None
-    row_share: float = 1.0
+    position_share: float = 1.0
     loss_type: str = "soft_cross_entropy"
     feature_loss_weight: float = 0.0
     attention: str = "fused"
@@ -46,8 +46,8 @@ class TTTSettings:
         if self.step_weights is not None:
             object.__setattr__(self, "step_weights", tuple(float(weight) for weight in self.step_weights))
         self._check_steps()
-        if not 0 < self.row_share <= 1:
-            raise ValueError(f"row_share must be above 0 and at most 1, got {self.row_share}")
+        if not 0 < self.position_share <= 1:
+            raise ValueError(f"position_share must be above 0 and at most 1, got {self.position_share}")
         if not (math.isfinite(self.feature_loss_weight) and self.feature_loss_weight >= 0):
             raise ValueError(f"feature_loss_weight must be 0 or more, got {self.feature_loss_weight}")
         if self.loss_chunk is not None and self.loss_chunk < 1:

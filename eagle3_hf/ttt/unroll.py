@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..model.features import Borrowed
+from ..model.borrowed import Borrowed
 from .attention import TTTAttention
 from .loss import StepLoss, Supervision, step_loss
 from .settings import TTTSettings
@@ -40,8 +40,8 @@ def training_time_test(
 ) -> list[StepLoss]:
     """Unroll the draft on its own output, which is fed back without detaching; the tokens are teacher-forced.
 
-    With `row_share` < 1 the steps after the first run on that share of the positions, drawn at random: positions of
-    these steps do not see one another, so each result is exact, and the loss is weighted up to all positions.
+    With `position_share` < 1 the steps after the first run on that share of the positions, drawn at random: positions
+    of these steps do not see one another, so each result is exact, and the loss is weighted up to all positions.
 
     Args:
         draft: The head.
@@ -57,7 +57,7 @@ def training_time_test(
     unroll = _Unroll(draft, input_ids, supervision, settings, borrowed)
     hidden, queries, losses = draft.fuse(features), unroll.all_positions(), []  # hidden (B, T, H)
     for step in range(settings.num_steps):
-        if step == 1 and settings.row_share < 1:
+        if step == 1 and settings.position_share < 1:
             queries = unroll.sampled_positions(queries)
             hidden = _gathered(hidden, queries.positions)  # (B, Q, H)
         if settings.checkpoint_steps and torch.is_grad_enabled():
@@ -110,14 +110,14 @@ class _Unroll:
 
     def all_positions(self) -> _Queries:
         """Return every position, for step 0 and, without sampling, for all steps."""
-        given, sampled = self.supervision.position_ids, self.settings.row_share < 1
+        given, sampled = self.supervision.position_ids, self.settings.position_share < 1
         pairs = self.supervision.pairs_of_steps(self.everything, range(1 if sampled else self.settings.num_steps))
         return _Queries(self.everything, self.everything if given is None else given, pairs)
 
     def sampled_positions(self, before: _Queries) -> _Queries:
         """Draw the positions for the steps after the first."""
         steps = self.settings.num_steps
-        positions = self.supervision.sample_positions(self.settings.row_share, steps)
+        positions = self.supervision.sample_positions(self.settings.position_share, steps)
         self.attend.sample(positions)
         pairs = self.supervision.pairs_of_steps(positions, range(1, steps))
         weights = self.supervision.sample_weights(positions.shape[1], steps)

@@ -50,3 +50,19 @@ def info_shown() -> Iterator[None]:
 def follow_transformers() -> None:
     """Undo [`info_shown`] for the rest of the run, since transformers' own option sets a level."""
     logging.getLogger(_NAME).setLevel(logging.NOTSET)
+
+
+@contextmanager
+def shown_with_ours(name: str) -> Iterator[None]:
+    """Show the lines of another library, by the name of its logger, wherever ours are shown, for one block.
+
+    A level that somebody has set for that logger is left alone.
+    """
+    other = logging.getLogger(name)
+    before = other.parent
+    if other.level == logging.NOTSET:
+        other.parent = logging.getLogger(_NAME)
+    try:
+        yield
+    finally:
+        other.parent = before

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from support.drafts import (
     FOUR,
     MODES,
     NEW_TOKENS,
+    ForetellingDraft,
     assert_same,
+    assert_same_as_plain,
     assert_same_cache,
     cache_of,
-    compare,
     draft_of,
     new_draft,
     observe,
@@ -26,6 +28,7 @@ from support.drafts import (
     target_of,
 )
 from support.families import WINDOW, prompt, tiny
+from support.plain_runs import share
 
 
 ROWS = pytest.mark.parametrize("rows", [1, 3])
@@ -34,12 +37,17 @@ KEEPS_STATIC = "ASSISTED_GENERATION" not in inspect.getsource(GenerationMixin._p
 STATIC = pytest.mark.skipif(not KEEPS_STATIC, reason="this version makes the cache dynamic")
 
 
-def shown(target, inputs, tree="cpu", accepted: bool = True, **kwargs):
+def assert_shown_as_plain(target, inputs, tree="cpu", accepted: bool = True, **kwargs):
     """A call with and without a head, everything compared; returns the head's output."""
-    draft = set_tree(new_draft(target, half=False), tree)
-    ours, _ = compare(target, draft, inputs, output_attentions=True, **kwargs)
+    ours, _ = assert_same_as_plain(target, set_tree(draft_for(target), tree), inputs, output_attentions=True, **kwargs)
     assert ours.out.speculation.mean_accepted > 0.5 or not accepted
     return ours.out
+
+
+@cache
+def draft_for(target) -> ForetellingDraft:
+    """The head of one of the session's targets."""
+    return new_draft(target, half=False)
 
 
 def prompts(rows: int, length: int = 11) -> dict[str, torch.Tensor]:
@@ -47,20 +55,23 @@ def prompts(rows: int, length: int = 11) -> dict[str, torch.Tensor]:
     return padded([length - 3 * row for row in range(rows)], 3)
 
 
+@cache
 def eager(family: str) -> PreTrainedModel:
+    """One for the whole session: tests leave it as they found it."""
     target = tiny(family, num_hidden_layers=4)
     target.set_attn_implementation("eager")
-    return target
+    return share(target)
 
 
 # ----- attentions ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @ROWS
 def test_attentions(family, mode, rows):
-    out = shown(eager(family), prompts(rows), **mode)
+    out = assert_shown_as_plain(eager(family), prompts(rows), **mode)
     assert len(out.attentions) == NEW_TOKENS
     assert [weights.shape for weights in out.attentions[0]] == [(rows, 4, 11, 11)] * 4
     full = 11 + NEW_TOKENS - 1
@@ -71,38 +82,39 @@ def test_attentions(family, mode, rows):
 
 @pytest.mark.parametrize("tree", ["paper", "chain"])
 def test_attentions_of_other_trees(tree):
-    shown(eager("gemma3"), prompts(2), tree=tree)
+    assert_shown_as_plain(eager("gemma3"), prompts(2), tree=tree)
 
 
 @ROWS
 def test_attentions_of_rows_that_end_early(rows):
     target, inputs = eager("mistral_sw"), prompts(rows)
     text = target.generate(**inputs, max_new_tokens=NEW_TOKENS)[0, 11:].tolist()
-    shown(target, inputs, eos_token_id=[text[9]])
+    assert_shown_as_plain(target, inputs, eos_token_id=[text[9]])
 
 
 @ROWS
 def test_attentions_of_chunks(rows):
     """Vanilla shows those of the last chunk."""
-    out = shown(eager("llama"), prompts(rows), prefill_chunk_size=4)
+    out = assert_shown_as_plain(eager("llama"), prompts(rows), prefill_chunk_size=4)
     assert out.attentions[0][0].shape == (rows, 4, 3, 11)
 
 
 def test_an_attention_that_shows_no_weights():
     """sdpa gives none, and vanilla an empty tuple a step."""
-    out = shown(target_of("llama"), prompts(1))
+    out = assert_shown_as_plain(target_of("llama"), prompts(1))
     assert out.attentions == ((),) * NEW_TOKENS
 
 
 # ----- static caches -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @STATIC
 @FOUR
 @MODES
 @ROWS
 def test_static_caches_of_generate(family, mode, rows):
-    out = shown(eager(family), prompts(rows), cache_implementation="static", **mode)
+    out = assert_shown_as_plain(eager(family), prompts(rows), cache_implementation="static", **mode)
     assert {type(layer) for layer in cache_of(out).layers} <= {StaticLayer, StaticSlidingWindowLayer}
 
 
@@ -124,7 +136,7 @@ def test_static_caches_and_rows_that_end_early(rows):
     for family in ("llama", "gemma3"):
         target, inputs = target_of(family), prompts(rows)
         text = target.generate(**inputs, max_new_tokens=NEW_TOKENS)[:, 11:]
-        shown(
+        assert_shown_as_plain(
             target, inputs, cache_implementation="static", eos_token_id=[int(text[0, 9]), int(text[-1, 3])],
             accepted=False,
         )  # fmt: skip
@@ -134,20 +146,21 @@ def test_static_caches_and_rows_that_end_early(rows):
 @pytest.mark.parametrize("chunk", [1, 4, 16])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_static_caches_filled_in_chunks(family, chunk):
-    shown(target_of(family), prompts(1, 15), cache_implementation="static", prefill_chunk_size=chunk)
+    assert_shown_as_plain(target_of(family), prompts(1, 15), cache_implementation="static", prefill_chunk_size=chunk)
 
 
 def static_cache(target: PreTrainedModel, slots: int) -> Callable[[], dict]:
     return lambda: {CACHE_KEY: StaticCache(config=target.config, max_cache_len=slots)}
 
 
+@pytest.mark.pairwise
 @FOUR
 @ROWS
 @pytest.mark.parametrize("slots", [11 + NEW_TOKENS - 1, 11 + NEW_TOKENS + 3, 200])
 def test_static_caches_of_the_user(family, rows, slots):
     """Exactly as long as the text, a little longer, and with room for every tree."""
     target = target_of(family)
-    shown(target, prompts(rows), make=static_cache(target, slots))
+    assert_shown_as_plain(target, prompts(rows), make=static_cache(target, slots))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -217,7 +230,7 @@ def test_a_compile_config_is_left_aside_aloud(kind, caplog, monkeypatch):
 def turns(target: PreTrainedModel, cache, heads: tuple[bool, ...], told: list | None = None) -> list[torch.Tensor]:
     """A padded batch goes on turn after turn in one cache, with a head or without; returns what each turn said."""
     inputs, said = prompts(3), []
-    draft = set_tree(new_draft(target, half=False), "cpu")
+    draft = set_tree(draft_for(target), "cpu")
     for turn, with_head in enumerate(heads):
         assistant = draft.foretell(told[turn]) if with_head and told else None
         ids = target.generate(**inputs, **{CACHE_KEY: cache}, max_new_tokens=12, assistant_model=assistant)
@@ -229,6 +242,7 @@ def turns(target: PreTrainedModel, cache, heads: tuple[bool, ...], told: list | 
     return said
 
 
+@pytest.mark.pairwise
 @FOUR
 @pytest.mark.parametrize("kind", ["dynamic", "with config", "static"])
 @pytest.mark.parametrize("heads", [(True, False, True), (False, True, True)], ids=str)
@@ -246,6 +260,7 @@ def test_turns_of_a_batch_on_one_cache(family, kind, heads):
     assert vars(caches[1]).keys() == vars(caches[0]).keys(), "nothing is hidden on the cache"
 
 
+@pytest.mark.pairwise
 @ROWS
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("whole", [True, False], ids=["all ids again", "new ids alone"])
@@ -261,9 +276,10 @@ def test_a_cache_that_a_forward_has_filled(family, rows, whole):
             target(ids[:, :7], attention_mask=mask[:, :7], position_ids=positions, **{CACHE_KEY: cache})
         return {CACHE_KEY: cache}
 
-    shown(target, inputs if whole else {**inputs, "inputs": ids[:, 7:]}, make=make)
+    assert_shown_as_plain(target, inputs if whole else {**inputs, "inputs": ids[:, 7:]}, make=make)
 
 
+@pytest.mark.pairwise
 @FOUR
 @ROWS
 @pytest.mark.parametrize("beside", [True, False], ids=["with ids", "alone"])
@@ -272,12 +288,12 @@ def test_embeddings_for_a_prompt(family, rows, beside):
     embeds = target.get_input_embeddings()(inputs["inputs"]).detach()
     ids = {"input_ids": inputs["inputs"]} if beside else {}
     given = {**ids, "attention_mask": inputs["attention_mask"], "inputs_embeds": embeds}
-    shown(target, given)
+    assert_shown_as_plain(target, given)
     if KEEPS_STATIC:
-        shown(target, given, cache_implementation="static")
+        assert_shown_as_plain(target, given, cache_implementation="static")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("chunk", [1, 4, 16])
 def test_chunks_of_a_batch(family, chunk):
-    shown(target_of(family), prompts(3), prefill_chunk_size=chunk)
+    assert_shown_as_plain(target_of(family), prompts(3), prefill_chunk_size=chunk)

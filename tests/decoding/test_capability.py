@@ -205,7 +205,7 @@ def test_targets_that_cannot_verify_decode_plainly(kind):
 # ----- chains --------------------------------------------------------------------------------------------------------
 
 
-def compare_chains(target, draft, inputs, seed=0, **kwargs):
+def assert_same_chains(target, draft, inputs, seed=0, **kwargs):
     """Ids, generator, logits and returned cache of a call with the draft are vanilla's."""
     kwargs = {
         "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_logits": True, **inputs, **kwargs,
@@ -234,7 +234,7 @@ def test_chains_of_one_text(name, sampled):
     target = chain_target(name)
     draft = set_tree(new_draft(target, half=False), "cpu")
     for seed in range(3):
-        compare_chains(target, draft, padded([5 + 8 * seed], seed), seed, do_sample=sampled)
+        assert_same_chains(target, draft, padded([5 + 8 * seed], seed), seed, do_sample=sampled)
 
 
 @pytest.mark.parametrize("name", chains())
@@ -242,14 +242,14 @@ def test_chains_of_a_batch(name):
     target = chain_target(name)
     draft = set_tree(new_draft(target, half=False), "cpu")
     for seed, kwargs in enumerate([{}, {"do_sample": True}, {"eos_token_id": list(range(1, 30))}]):
-        compare_chains(target, draft, padded([13, 6, 19], seed), seed, **kwargs)
+        assert_same_chains(target, draft, padded([13, 6, 19], seed), seed, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["bloom", "lfm2", "qwen3_next"])
 def test_a_returned_cache_can_be_continued(name):
     target = chain_target(name)
     draft = set_tree(new_draft(target, half=False), "cpu")
-    ours, vanilla = compare_chains(target, draft, padded([11]))
+    ours, vanilla = assert_same_chains(target, draft, padded([11]))
     more = {"max_new_tokens": 10}
     expected = target.generate(vanilla.sequences, **{CACHE_KEY: getattr(vanilla, CACHE_KEY)}, **more)
     draft.foretell(expected[0, vanilla.sequences.shape[1] :])

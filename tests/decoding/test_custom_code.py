@@ -19,8 +19,9 @@ from eagle3_hf.decoding.target.capability import VerifyMode, known_capability
 from eagle3_hf.decoding.target.capability_probe import capability_of
 from eagle3_hf.decoding.target.custom_code import custom_code
 from eagle3_hf.decoding.target.hook_memory import Memory
-from eagle3_hf.model.features import FeatureReader, decoder_blocks
-from support.drafts import MODES, compare, new_draft, padded, set_tree
+from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.model.target_modules import decoder_blocks
+from support.drafts import MODES, assert_same_as_plain, new_draft, padded, set_tree
 from support.families import prompt, tiny
 from support.families.others import tiny_or_skip
 
@@ -134,7 +135,7 @@ HARMFUL = [
 ]
 
 
-def compare_steered(target, make, lengths, mode, way):
+def assert_same_steered(target, make, lengths, mode, way):
     """With new hooks for each of the two calls, since some remember their calls; their order among the hooks that
     capture hidden states changes with that, so that these are not compared."""
     draft = set_tree(new_draft(target, half=False), (12, 4, 3))
@@ -151,25 +152,25 @@ def compare_steered(target, make, lengths, mode, way):
 
     for seed in range(2):
         kwargs = {"accepts": way is not VerifyMode.PLAIN, "output_hidden_states": False, **mode}
-        ours, _ = compare(target, draft, padded(lengths), hooks, seed, **kwargs)
+        ours, _ = assert_same_as_plain(target, draft, padded(lengths), hooks, seed, **kwargs)
         assert (ours.out.speculation.rounds == 0) == (way is VerifyMode.PLAIN)
 
 
 @MODES
 @pytest.mark.parametrize("make", HARMFUL)
 def test_hooks_that_know_places_or_calls(target, trials, make, mode):
-    compare_steered(target, make, [14], mode, VerifyMode.PLAIN)
+    assert_same_steered(target, make, [14], mode, VerifyMode.PLAIN)
 
 
 @MODES
 @pytest.mark.parametrize("lengths", [[14], [5, 14, 9]], ids=str)
 def test_hooks_that_do_not(target, trials, lengths, mode):
-    compare_steered(target, at_all_tokens, lengths, mode, VerifyMode.TREE)
+    assert_same_steered(target, at_all_tokens, lengths, mode, VerifyMode.TREE)
     assert len(trials) == 1, "one trial for hooks of the same code and settings, not for each call"
 
 
 def test_hooks_on_a_target_of_chains(trials):
-    compare_steered(tiny_or_skip("bloom"), at_all_tokens_of_a_tuple, [14], {}, VerifyMode.CHAIN)
+    assert_same_steered(tiny_or_skip("bloom"), at_all_tokens_of_a_tuple, [14], {}, VerifyMode.CHAIN)
     assert len(trials) == 1
 
 
@@ -281,7 +282,7 @@ def test_other_ways_to_change_a_forward(target, trials):
         change(other)
         assert capability_of(other).mode is VerifyMode.PLAIN, change.__name__
         draft = set_tree(new_draft(other, half=False), "cpu")
-        compare(other, draft, prompt(9), accepts=False)
+        assert_same_as_plain(other, draft, prompt(9), accepts=False)
     handle = nn.modules.module.register_module_forward_hook(
         lambda module, args, out: (
             at_the_newest(steering_vector())(module, args, out)
@@ -316,7 +317,7 @@ def test_state_of_a_step(target, trials, mode, size):
     target.__class__, target.size = Stepper, size
     target.__class__ = type("Stepper", (Stepper,), {"__module__": __name__})  # a class of its own for each case
     draft = set_tree(new_draft(target, half=False), (12, 4, 3))
-    ours, _ = compare(target, draft, prompt(9), accepts=not size, **mode)
+    ours, _ = assert_same_as_plain(target, draft, prompt(9), accepts=not size, **mode)
     assert (ours.out.speculation.rounds == 0) == bool(size)
 
 

@@ -38,7 +38,7 @@ def said():
             lines.append(record.getMessage())
 
     lines: list[str] = []
-    handler, logger = Lines(logging.INFO), logging.getLogger("eagle3_hf.decoding.draft.candidate")
+    handler, logger = Lines(logging.INFO), logging.getLogger("eagle3_hf.model.tree_settings")
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

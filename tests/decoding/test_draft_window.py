@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle3_hf import Eagle3DraftModel
-from support.drafts import MODES, compare, new_draft, padded, set_tree, target_of
+from support.drafts import MODES, assert_same_as_plain, new_draft, padded, set_tree, target_of
 from support.families import prompt
 
 
@@ -22,7 +22,7 @@ def drafts(window: int | None, sliding: int | None) -> Eagle3DraftModel:
 def test_a_calls_window_is_that_of_a_sliding_head(window, lengths, mode):
     seen = []
     for draft in (drafts(window, None), drafts(None, window)):
-        compare(target_of("llama"), draft, padded(lengths), accepts=False, **mode)
+        assert_same_as_plain(target_of("llama"), draft, padded(lengths), accepts=False, **mode)
         seen.append((draft.stats.accepted, draft.stats.reached, draft.places_seen))
     assert seen[0] == seen[1]
 

@@ -6,7 +6,8 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
-from eagle3_hf.model.features import FeatureReader, decoder_blocks, table_shape, target_vocab_size
+from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.model.target_modules import decoder_blocks, table_shape, target_vocab_size
 from support.drafts import ForetellingDraft, set_tree
 from support.families import HIDDEN_SIZE, VOCAB_SIZE, prompt
 from support.families.every import EXCLUDED, FLOAT32_ONLY, REJECTED, TEXT, VISION, WRONG_WHEN_OLD, build

@@ -10,7 +10,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
-from support.drafts import NEW_TOKENS, assert_same, compare, new_draft, observe, pair, set_tree
+from support.drafts import NEW_TOKENS, assert_same, assert_same_as_plain, new_draft, observe, pair, set_tree
 from support.families import COMMON, VOCAB_SIZE, WINDOW, prompt, tiny
 
 
@@ -20,6 +20,7 @@ MODES = pytest.mark.parametrize("mode", [{}, SAMPLED], ids=["greedy", "sampled"]
 FOUR = pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma3", "gpt_oss"])
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("padding", [1, 7, WINDOW + 3])
@@ -27,7 +28,7 @@ def test_left_padding(family, mode, padding):
     target, draft = pair(family)
     ids = torch.cat([torch.zeros(1, padding, dtype=torch.int64), prompt(9)], dim=1)
     mask = (torch.arange(ids.shape[1]) >= padding).long()[None]
-    ours, _ = compare(target, draft, {"input_ids": ids, "attention_mask": mask}, **mode)
+    ours, _ = assert_same_as_plain(target, draft, {"input_ids": ids, "attention_mask": mask}, **mode)
     if not mode:
         unpadded = target.generate(prompt(9), max_new_tokens=NEW_TOKENS)
         assert ours.ids[padding:] == unpadded[0].tolist()
@@ -38,7 +39,7 @@ def test_left_padding(family, mode, padding):
 def test_holes_in_the_mask(family, mode):
     ids, mask = prompt(16), torch.ones(1, 16, dtype=torch.int64)
     mask[0, [0, 4, 5, 11]] = 0
-    compare(*pair(family), {"input_ids": ids, "attention_mask": mask}, **mode)
+    assert_same_as_plain(*pair(family), {"input_ids": ids, "attention_mask": mask}, **mode)
 
 
 def test_the_draft_reads_attended_tokens_only():
@@ -69,6 +70,7 @@ def test_a_prompt_that_is_all_padding():
     assert not mask.any(), "the user's mask is the user's"
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("length", [1, 15])
@@ -84,20 +86,21 @@ def test_inputs_embeds(family, mode, length):
 def test_inputs_embeds_beside_their_ids():
     target, draft = pair("llama")
     embeds = target.get_input_embeddings()(prompt(15)).detach()
-    compare(target, draft, {"inputs_embeds": embeds, "input_ids": prompt(15)})
+    assert_same_as_plain(target, draft, {"inputs_embeds": embeds, "input_ids": prompt(15)})
 
 
 @FOUR
 def test_position_ids_of_the_user(family):
-    compare(*pair(family), {"input_ids": prompt(9), "position_ids": torch.arange(9)[None] * 2 + 5})
+    assert_same_as_plain(*pair(family), {"input_ids": prompt(9), "position_ids": torch.arange(9)[None] * 2 + 5})
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("chunk", [1, 5, 16, 40])
 def test_chunked_prefill(family, mode, chunk):
     target, draft = pair(family)
-    ours, _ = compare(target, draft, prompt(21), prefill_chunk_size=chunk, **mode)
+    ours, _ = assert_same_as_plain(target, draft, prompt(21), prefill_chunk_size=chunk, **mode)
     draft.foretell(ours.ids[21:])
     whole = observe(target, prompt(21), max_new_tokens=NEW_TOKENS, assistant_model=draft, **mode)
     assert whole.ids == ours.ids
@@ -105,8 +108,8 @@ def test_chunked_prefill(family, mode, chunk):
 
 
 def test_a_prompt_of_one_token_and_an_int32_prompt():
-    compare(*pair("llama"), torch.tensor([[7]]))
-    compare(*pair("llama"), prompt(6).to(torch.int32))
+    assert_same_as_plain(*pair("llama"), torch.tensor([[7]]))
+    assert_same_as_plain(*pair("llama"), prompt(6).to(torch.int32))
 
 
 def longrope_target():
@@ -124,7 +127,7 @@ def test_frequencies_that_change_with_the_length(mode, length):
     """A tree looks ahead of the text; where that would change the target's rotary frequencies there must be none."""
     target = longrope_target()
     draft = set_tree(new_draft(target, half=False), (8, 4, 3))
-    compare(target, draft, prompt(length), max_new_tokens=40, **mode)
+    assert_same_as_plain(target, draft, prompt(length), max_new_tokens=40, **mode)
 
 
 @MODES
@@ -132,7 +135,7 @@ def test_frequencies_that_change_with_every_token(mode):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     target = tiny("llama", num_hidden_layers=4, max_position_embeddings=40, rope_parameters=rope)
     draft = set_tree(new_draft(target, half=False), (8, 4, 3))
-    compare(target, draft, prompt(15), max_new_tokens=20, **mode)
+    assert_same_as_plain(target, draft, prompt(15), max_new_tokens=20, **mode)
     vanilla = target.generate(prompt(25), max_new_tokens=40)
     assert torch.equal(target.generate(prompt(25), max_new_tokens=40, assistant_model=draft.foretell([])), vanilla)
 
@@ -165,7 +168,7 @@ def test_layers_that_skip_the_prompt():
 @MODES
 def test_other_families(model_type, fields, mode):
     target = causal_lm(model_type, **fields)
-    compare(target, set_tree(new_draft(target, half=False), "cpu"), prompt(20), **mode)
+    assert_same_as_plain(target, set_tree(new_draft(target, half=False), "cpu"), prompt(20), **mode)
 
 
 def causal_lm(model_type: str, **fields):
@@ -204,7 +207,7 @@ def test_images_and_three_dimensional_positions(mode, padding):
         "pixel_values": torch.randn(16, 3 * 2 * 4 * 4),
         "image_grid_thw": torch.tensor([[1, 4, 4]]),
     }
-    compare(target, set_tree(new_draft(target, half=False), "cpu"), inputs, **mode)
+    assert_same_as_plain(target, set_tree(new_draft(target, half=False), "cpu"), inputs, **mode)
 
 
 def test_generation_config_objects():
@@ -227,4 +230,4 @@ def test_generation_config_objects():
 def test_sampling_that_the_model_itself_asks_for():
     target = tiny("llama", num_hidden_layers=4)
     target.generation_config.update(do_sample=True, temperature=0.8, top_k=12)
-    compare(target, new_draft(target, half=False), prompt(7))
+    assert_same_as_plain(target, new_draft(target, half=False), prompt(7))

@@ -146,7 +146,9 @@ def static(target: PreTrainedModel, slots: int) -> StaticCache:
     return StaticCache(config=target.config, max_cache_len=slots)
 
 
-def check(family: str, kind: str, rows: int, steps: list, mode: dict, ends: bool = False, callbacks=CALLBACKS) -> None:
+def assert_same_caches_left(
+    family: str, kind: str, rows: int, steps: list, mode: dict, ends: bool = False, callbacks=CALLBACKS
+) -> None:
     """Calls that end by themselves (`None`), or in which a callback raises at a step: each callback at each step."""
     target, inputs = target_of(family), padded([LENGTH, LENGTH - 3, LENGTH - 5][:rows])
     torch.manual_seed(0)
@@ -163,8 +165,10 @@ def check(family: str, kind: str, rows: int, steps: list, mode: dict, ends: bool
 @pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_what_a_call_leaves(family, kind):
     place = PAIRS.index((family, kind)) % 3
-    check(family, kind, rows=1, steps=[9], mode={}, callbacks=CALLBACKS[place:][:1])
-    check(family, kind, rows=3, steps=[None, 5], mode=SAMPLED, ends=True, callbacks=CALLBACKS[place - 1 :][:1])
+    assert_same_caches_left(family, kind, rows=1, steps=[9], mode={}, callbacks=CALLBACKS[place:][:1])
+    assert_same_caches_left(
+        family, kind, rows=3, steps=[None, 5], mode=SAMPLED, ends=True, callbacks=CALLBACKS[place - 1 :][:1]
+    )
 
 
 @pytest.mark.slow
@@ -173,7 +177,7 @@ def test_what_a_call_leaves(family, kind):
 @pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_what_a_call_leaves_at_every_step(family, kind, rows, mode):
     for ends in [False, True][: 1 + (rows > 1)]:
-        check(family, kind, rows, [None, *range(1, NEW + 1)], mode, ends)
+        assert_same_caches_left(family, kind, rows, [None, *range(1, NEW + 1)], mode, ends)
 
 
 # ----- static caches at their limits ---------------------------------------------------------------------------------
@@ -289,6 +293,7 @@ def interrupted(family: str, kind: str, rows: int, where: str) -> tuple[Any, int
     return brought, len(streamer.calls) - 1
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("where", ["draft", "forward", "end_round"])
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from eagle3_hf.decoding.target import capability_probe
 from eagle3_hf.decoding.target.capability import VerifyMode
 from eagle3_hf.decoding.target.tree_attention import maskable_attention
-from support.drafts import compare, new_draft, padded, set_tree
+from support.drafts import assert_same_as_plain, new_draft, padded, set_tree
 from support.families import prompt, tiny
 from support.families.others import IS_OLD
 from support.families.vision import image_prompt, tiny_vision
@@ -70,7 +70,7 @@ def test_trees_are_verified_with_another_kernel(family):
     assert capability_probe.capability_of(target).mode is VerifyMode.TREE
     for inputs, kwargs in [(prompt(17), {}), (prompt(5), {"do_sample": True}), (padded([4, 21, 9]), {})]:
         queries.clear()
-        compare(target, draft, inputs, **kwargs)
+        assert_same_as_plain(target, draft, inputs, **kwargs)
         assert queries, "the prompt is run with the target's own kernel"
         assert implementations(target) == {NAME}
 
@@ -140,7 +140,7 @@ def test_configs_within_a_config():
     target.set_attn_implementation({"text_config": NAME, "vision_config": "sdpa"})
     before = target.config._attn_implementation
     draft = set_tree(new_draft(target, half=False), "cpu")
-    compare(target, draft, image_prompt("gemma3_vl"), max_new_tokens=12)
+    assert_same_as_plain(target, draft, image_prompt("gemma3_vl"), max_new_tokens=12)
     assert target.config.get_text_config()._attn_implementation == NAME
     assert target.config._attn_implementation == before
 
@@ -154,4 +154,4 @@ def test_a_kernel_that_computes_something_else_is_not_replaced():
     AttentionInterface._global_mapping[NAME] = colder
     target, draft = maskless("llama")
     assert capability_probe.capability_of(target).mode is VerifyMode.CHAIN
-    compare(target, draft, prompt(11))
+    assert_same_as_plain(target, draft, prompt(11))

@@ -11,7 +11,7 @@ from torch import nn
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from eagle3_hf.export import export_head
-from eagle3_hf.model.offload import home_of, is_offloaded
+from eagle3_hf.model.offload import device_of_head, is_offloaded
 from support.drafts import assert_same, new_draft, observe, padded, set_tree, target_of
 from support.families import prompt
 
@@ -51,7 +51,7 @@ def load(folder, tmp_path):
     return with_map
 
 
-def drafts_like(offloaded, resident, target, inputs=None, **kwargs) -> None:
+def assert_drafts_like(offloaded, resident, target, inputs=None, **kwargs) -> None:
     """The same text as without it, and the same guesses as of the same head in memory."""
     inputs = padded([9, 5]) if inputs is None else inputs
     kwargs = {"max_new_tokens": 12, **kwargs}
@@ -85,15 +85,15 @@ def test_every_device_map(name, load, folder, target):
         with pytest.raises(ValueError, match=r"has no weights: fc\.weight is on the meta device"):
             target.generate(prompt(5), max_new_tokens=4, assistant_model=offloaded)
         return
-    assert home_of(offloaded) == CPU
-    drafts_like(offloaded, resident, target)
+    assert device_of_head(offloaded) == CPU
+    assert_drafts_like(offloaded, resident, target)
 
 
 @pytest.mark.parametrize(
     "kwargs", [{"do_sample": True, "temperature": 0.7}, {"num_assistant_tokens": "auto"}], ids=str
 )
 def test_sampling_and_trees_by_cost(kwargs, load, folder, target):
-    drafts_like(load(EVERYWHERE), set_tree(Eagle3DraftModel.from_pretrained(folder), "cpu"), target, **kwargs)
+    assert_drafts_like(load(EVERYWHERE), set_tree(Eagle3DraftModel.from_pretrained(folder), "cpu"), target, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_sampling_and_trees_by_cost(kwargs, load, folder, target):
 def test_every_kind_of_head(fields, load, target, tmp_path):
     draft = new_draft(target, half=False, **fields)
     draft.save_pretrained(tmp_path)
-    drafts_like(load(EVERYWHERE, tmp_path), set_tree(draft, "cpu"), target)
+    assert_drafts_like(load(EVERYWHERE, tmp_path), set_tree(draft, "cpu"), target)
 
 
 @pytest.mark.parametrize("way", ["cpu_offload", "disk_offload", "dispatch_model"])
@@ -122,7 +122,7 @@ def test_offloaded_after_loading(way, target, tmp_path):
         disk_offload(draft, tmp_path, execution_device=CPU)
     else:
         dispatch_model(draft, parts_on_disk("layers", "fc"), main_device="cpu", offload_dir=tmp_path)
-    drafts_like(draft, resident, target)
+    assert_drafts_like(draft, resident, target)
 
 
 @PEFT
@@ -229,4 +229,4 @@ def test_parts_on_several_devices_are_named():
     parts = nn.ModuleDict({"fc": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2, device="meta")})
     parts["lm_head"]._hf_hook = Hook()
     with pytest.raises(ValueError, match=r"several devices \(fc\.weight on cpu, lm_head\.weight on cuda:0\)"):
-        home_of(parts)
+        device_of_head(parts)

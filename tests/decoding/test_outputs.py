@@ -15,9 +15,9 @@ from eagle3_hf.model.tree_settings import tree_settings
 from support.drafts import (
     NEW_TOKENS,
     assert_same,
+    assert_same_as_plain,
     assert_same_cache,
     cache_of,
-    compare,
     observe,
     padded,
     pair,
@@ -35,7 +35,7 @@ FOUR = pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma3", "gpt_
 @pytest.mark.parametrize("family", FAMILIES)
 @MODES
 def test_everything_returned_equals_vanilla(family, mode):
-    ours, _ = compare(*pair(family), prompt(17, 2), **mode)
+    ours, _ = assert_same_as_plain(*pair(family), prompt(17, 2), **mode)
     out = ours.out
     assert len(out.scores) == len(out.logits) == len(out.hidden_states) == NEW_TOKENS
     assert out.attentions is None
@@ -47,7 +47,7 @@ def test_everything_returned_equals_vanilla(family, mode):
 @pytest.mark.parametrize("asked", ["output_scores", "output_logits", "output_hidden_states", None])
 def test_only_what_was_asked_for(asked):
     switches = dict.fromkeys(("output_scores", "output_logits", "output_hidden_states"), False)
-    ours, vanilla = compare(*pair("llama"), prompt(5), **{**switches, **({asked: True} if asked else {})})
+    ours, vanilla = assert_same_as_plain(*pair("llama"), prompt(5), **{**switches, **({asked: True} if asked else {})})
     present = {name for name in ("scores", "logits", "hidden_states") if getattr(ours.out, name) is not None}
     assert present == ({asked.removeprefix("output_")} if asked else set())
     assert list(ours.out.keys()) == list(vanilla.out.keys())
@@ -68,7 +68,7 @@ def test_plain_ids_without_return_dict():
 @pytest.mark.parametrize("tree", ["paper", "cpu", "chain"])
 def test_counters_add_up(mode, tree):
     target, draft = pair("qwen3", tree)
-    ours, _ = compare(target, draft, prompt(6), **mode)
+    ours, _ = assert_same_as_plain(target, draft, prompt(6), **mode)
     stats = ours.out.speculation
     assert stats is draft.stats
     assert stats.emitted == NEW_TOKENS - 1, "the first token is the prefill's"
@@ -101,8 +101,8 @@ def test_an_accepted_end_of_text_counts_as_accepted():
 
 def test_counters_are_of_the_last_call_only():
     target, draft = pair("llama")
-    first = compare(target, draft, prompt(5))[0].out.speculation
-    second = compare(target, draft, prompt(6), max_new_tokens=5)[0].out.speculation
+    first = assert_same_as_plain(target, draft, prompt(5))[0].out.speculation
+    second = assert_same_as_plain(target, draft, prompt(6), max_new_tokens=5)[0].out.speculation
     assert (first.emitted, second.emitted) == (NEW_TOKENS - 1, 4)
     target.generate(prompt(5), max_new_tokens=1, assistant_model=draft)
     assert (draft.stats.rounds, draft.stats.emitted, draft.stats.tau) == (0, 0, 0.0)
@@ -111,6 +111,7 @@ def test_counters_are_of_the_last_call_only():
 # ----- the returned cache --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("first_drafted", [True, False])
@@ -175,7 +176,7 @@ def test_a_cache_of_the_user_is_filled_in_place():
 def test_a_cache_without_a_config_has_full_layers():
     """`DynamicCache()` grows plain layers even for windowed models; the masks must hold the window alone."""
     target, draft = pair("mistral_sw")
-    compare(target, draft, prompt(20), make=lambda: {CACHE_KEY: DynamicCache()})
+    assert_same_as_plain(target, draft, prompt(20), make=lambda: {CACHE_KEY: DynamicCache()})
 
 
 @MODES

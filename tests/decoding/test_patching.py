@@ -96,10 +96,10 @@ def test_disable_restores_transformers_own_functions():
     eagle3_hf.disable()
     assert current() == off
     eagle3_hf.enable()
-    _same_seam_again(on)
+    assert_same_wrappers_again(on)
 
 
-def _same_seam_again(on: dict) -> None:
+def assert_same_wrappers_again(on: dict) -> None:
     """Enabling anew makes new wrappers around the same functions; put the old ones back for the other tests."""
     now = current()
     for name in METHODS:
@@ -118,7 +118,7 @@ def switching():
     on = current()
     yield
     eagle3_hf.enable()
-    _same_seam_again(on)
+    assert_same_wrappers_again(on)
 
 
 @pytest.mark.usefixtures("switching")

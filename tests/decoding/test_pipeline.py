@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from eagle3_hf import Eagle3DraftModel
-from support.drafts import compare, new_draft, padded, set_tree
+from support.drafts import assert_same_as_plain, new_draft, padded, set_tree
 from support.families import VOCAB_SIZE, prompt, tiny
 
 
@@ -136,11 +136,11 @@ def test_an_asynchronous_streamer(target, draft, tokenizer):
 
 def test_healed_prompts(target, draft, tokenizer):
     """The prompt's last token may be replaced before anything is generated; then both go on from the new one."""
-    compare(target, draft, prompt(9), token_healing=True, tokenizer=tokenizer)
+    assert_same_as_plain(target, draft, prompt(9), token_healing=True, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_watermark_with_a_state(target, draft, rows, do_sample):
     config = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[654, 400, 836, 123], context_history_size=16)
-    compare(target, draft, padded([9, 6][:rows]), watermarking_config=config, do_sample=do_sample)
+    assert_same_as_plain(target, draft, padded([9, 6][:rows]), watermarking_config=config, do_sample=do_sample)

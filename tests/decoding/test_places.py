@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from eagle3_hf.model.features import call_at_home, compute_dtype
+from eagle3_hf.model.borrowed import call_on_module_device, compute_dtype
 from support.drafts import assert_same, new_draft, observe, padded, set_tree, target_of
 from support.families import prompt, tiny
 from support.losslessness import Comparison
@@ -21,7 +21,7 @@ PEFT = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarni
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def same_text(target, draft, inputs=None, **kwargs) -> None:
+def assert_same_text(target, draft, inputs=None, **kwargs) -> None:
     """Everything that a caller can see is as without the head, which is right most of the time."""
     inputs = padded([9, 5]) if inputs is None else inputs
     kwargs = {"max_new_tokens": 16, **kwargs}
@@ -40,8 +40,8 @@ def test_every_pair_of_dtypes(target_dtype, draft_dtype):
     target = tiny("llama", num_hidden_layers=4).to(target_dtype)
     draft, comparison = new_draft(target, half=False, dtype=draft_dtype), Comparison()
     for seed, (setting, tree) in enumerate([("greedy", "cpu"), ("T=1", "cpu")]):
-        comparison.add(target, draft, prompt(9, seed), seed, setting, tree)
-    comparison.check(target_dtype)
+        comparison.assert_same_ids(target, draft, prompt(9, seed), seed, setting, tree)
+    comparison.assert_few_near_ties(target_dtype)
     assert (target.dtype, draft.dtype) == (target_dtype, draft_dtype)
     # Borrowing is where the two meet: a head without an output layer of its own.
     lean = new_draft(target, half=False, dtype=draft_dtype, own_lm_head=False).foretell([])
@@ -63,7 +63,7 @@ def test_an_offloaded_target(offload, own_lm_head, tmp_path):
     else:
         disk_offload(target, tmp_path, execution_device=torch.device("cpu"))
     assert {parameter.device.type for parameter in target.parameters()} == {"meta"}
-    same_text(target, draft)
+    assert_same_text(target, draft)
     draft.foretell(plain[0, 9:])
     assert torch.equal(target.generate(prompt(9), max_new_tokens=16, assistant_model=draft), plain)
 
@@ -106,7 +106,7 @@ def quantised(dtype: torch.dtype = torch.float32, skip: tuple[str, ...] = ()):
 def test_a_quantised_target(own_lm_head):
     target = quantised()
     assert target.lm_head.weight.dtype == torch.int8
-    same_text(target, new_draft(target, half=False, own_lm_head=own_lm_head))
+    assert_same_text(target, new_draft(target, half=False, own_lm_head=own_lm_head))
 
 
 def test_a_quantised_output_layer_is_given_what_the_target_computes_in():
@@ -126,7 +126,7 @@ def test_eight_bit_floats_are_storage_too():
         def forward(self, inputs):
             return inputs @ self.weight.to(inputs.dtype)
 
-    found = call_at_home(Float8(), torch.bfloat16)(torch.randn(2, 4))
+    found = call_on_module_device(Float8(), torch.bfloat16)(torch.randn(2, 4))
     assert found.dtype == torch.bfloat16
     assert compute_dtype(nn.Sequential(Float8(), nn.LayerNorm(4))) == torch.float32
 
@@ -137,7 +137,7 @@ def test_a_target_quantised_by_torchao(scheme):
     target = tiny("llama", num_hidden_layers=4)
     torchao.quantize_(target, getattr(torchao, scheme)())
     for own_lm_head in (True, False):
-        same_text(target, new_draft(target, half=False, own_lm_head=own_lm_head))
+        assert_same_text(target, new_draft(target, half=False, own_lm_head=own_lm_head))
 
 
 def test_a_target_quantised_by_bitsandbytes():
@@ -153,7 +153,7 @@ def test_a_target_quantised_by_bitsandbytes():
     target(prompt(3))
     assert target.lm_head.weight.dtype == torch.uint8
     for own_lm_head in (True, False):
-        same_text(target, new_draft(target, half=False, own_lm_head=own_lm_head))
+        assert_same_text(target, new_draft(target, half=False, own_lm_head=own_lm_head))
 
 
 # ----- adapters and wrappers -----------------------------------------------------------------------------------------
@@ -169,10 +169,10 @@ def test_adapters_switched_between_calls():
     draft, texts = new_draft(target_of("llama"), half=False), set()
     for adapter in ("default", "other", "default"):
         target.set_adapter(adapter)
-        same_text(target, draft)
+        assert_same_text(target, draft)
         texts.add(tuple(target.generate(prompt(9), max_new_tokens=16)[0].tolist()))
         with target.disable_adapter():
-            same_text(target, draft)
+            assert_same_text(target, draft)
             texts.add(tuple(target.generate(prompt(9), max_new_tokens=16)[0].tolist()))
     assert len(texts) == 3, "two adapters and none"
 
@@ -186,8 +186,8 @@ def one_process():
 
 @pytest.mark.usefixtures("one_process")
 def test_a_head_inside_ddp_and_synchronised_gpus_of_one_process():
-    same_text(target_of("llama"), DistributedDataParallel(new_draft(target_of("llama"), half=False)))
-    same_text(target_of("llama"), new_draft(target_of("llama"), half=False), synced_gpus=True)
+    assert_same_text(target_of("llama"), DistributedDataParallel(new_draft(target_of("llama"), half=False)))
+    assert_same_text(target_of("llama"), new_draft(target_of("llama"), half=False), synced_gpus=True)
 
 
 # ----- long texts ----------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_a_head_beyond_its_trained_length_warns_once(caplog, monkeypatch):
     target = tiny("llama", num_hidden_layers=4)
     draft = new_draft(target, half=False, max_position_embeddings=32)
     for length in (20, 40, 50):
-        same_text(target, draft, prompt(length), max_new_tokens=20)
+        assert_same_text(target, draft, prompt(length), max_new_tokens=20)
     lines = [record.getMessage() for record in caplog.records if "32 positions" in record.getMessage()]
     assert len(lines) == 1
 
@@ -206,7 +206,7 @@ def test_a_head_beyond_its_trained_length_warns_once(caplog, monkeypatch):
 def test_a_head_far_beyond_its_trained_length():
     target = tiny("llama", num_hidden_layers=4, max_position_embeddings=4096)
     draft = new_draft(target, half=False, max_position_embeddings=256)
-    same_text(target, draft, prompt(2048), max_new_tokens=32)
+    assert_same_text(target, draft, prompt(2048), max_new_tokens=32)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def judged(call: Call, ours: Outcome, vanilla: Outcome) -> str:
         assert len(ours.streamed) <= 1, f"{call}: refused behind the first token"
         return "refused"
     try:
-        compare(call, ours, vanilla)
+        assert_same_outcome(call, ours, vanilla)
     except NearTie as tie:
         print("near-tie:", tie)  # noqa: T201 - shown by pytest -rA
         return "near-tie"
@@ -84,7 +84,7 @@ def new_tokens(call: Call, vanilla: Outcome) -> int:
     return vanilla.sequences.shape[1] - given - (5 + call.second_turn if call.second_turn else 0)
 
 
-def compare(call: Call, ours: Outcome, vanilla: Outcome) -> None:
+def assert_same_outcome(call: Call, ours: Outcome, vanilla: Outcome) -> None:
     if vanilla.error is not None:
         assert type(ours.error) is type(vanilla.error), f"{ours.error!r} is not {vanilla.error!r}"
     else:
@@ -103,19 +103,19 @@ def compare(call: Call, ours: Outcome, vanilla: Outcome) -> None:
     # This penalty multiplies a logit, and its rounding, by a power of the length.
     amplified = "exponential_decay_length_penalty" in call.kwargs
     excuse_cutoffs(call, ours.out.scores or (), vanilla.out.scores or ())
-    close(ours.out.scores, vanilla.out.scores, 1e-3 if amplified else 1e-5)
-    close(ours.out.logits, vanilla.out.logits)
+    assert_close_or_none(ours.out.scores, vanilla.out.scores, 1e-3 if amplified else 1e-5)
+    assert_close_or_none(ours.out.logits, vanilla.out.logits)
     for name in ("hidden_states", "attentions"):
         mine, theirs = getattr(ours.out, name), getattr(vanilla.out, name)
         assert len(mine or ()) == len(theirs or ()), name
         for one, other in zip(mine or (), theirs or (), strict=True):
-            close(one, other)
+            assert_close_or_none(one, other)
     if call.kwargs.get("cache_implementation") != "static" and call.static_slots is None:
         assert_same_cache(cache_of(ours.out), cache_of(vanilla.out))
     assert int(cache_of(ours.out).get_seq_length()) == int(cache_of(vanilla.out).get_seq_length())
 
 
-def close(mine, theirs, tolerance: float = 1e-5) -> None:
+def assert_close_or_none(mine, theirs, tolerance: float = 1e-5) -> None:
     assert (mine is None) == (theirs is None)
     assert_close(mine or (), theirs or (), tolerance)
 
@@ -193,7 +193,7 @@ def count(counts: Counter, call: Call, result: str, stats) -> None:
         counts["batches"] += next(iter(call.inputs.values())).shape[0] > 1
 
 
-def check(counts: Counter, number: int) -> None:
+def assert_varied(counts: Counter, number: int) -> None:
     print(dict(counts))  # noqa: T201 - shown by pytest -rA
     if number < 20:
         return  # to look at single calls
@@ -205,12 +205,12 @@ def check(counts: Counter, number: int) -> None:
 
 def test_random_calls(pytestconfig, tokenizer):
     number, first = pytestconfig.getoption("--random-calls"), pytestconfig.getoption("--first-call")
-    check(make_calls(range(first, first + number), tokenizer), number)
+    assert_varied(make_calls(range(first, first + number), tokenizer), number)
 
 
 @pytest.mark.slow
 def test_many_random_calls(tokenizer):
-    check(make_calls(range(1000, 1300), tokenizer), 300)
+    assert_varied(make_calls(range(1000, 1300), tokenizer), 300)
 
 
 def test_a_seed_gives_one_call(tokenizer):

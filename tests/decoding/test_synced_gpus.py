@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from support.drafts import new_draft, target_of
 from support.families import prompt
 from support.families.others import chain_target
-from eagle3_hf.model.features import decoder_blocks
+from eagle3_hf.model.target_modules import decoder_blocks
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -21,9 +21,9 @@ from support.drafts import (
     SAMPLED,
     Recorder,
     assert_close,
+    assert_same_as_plain,
     assert_same_cache,
     cache_of,
-    compare,
     padded,
     pair,
     set_tree,
@@ -212,7 +212,7 @@ def test_each_request_is_distributed_as_it_should_be(rows, length):
 def test_beside_an_idle_thread_all_is_as_alone(lengths):
     target, draft = pair("llama")
     with another_thread():
-        compare(target, draft, padded(lengths), **SAMPLED)
+        assert_same_as_plain(target, draft, padded(lengths), **SAMPLED)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -237,4 +237,4 @@ def test_alone_again_after_threads_that_sampled(targets, draft):
 
     at_once([lambda index=index: request(index) for index in range(3)])
     target, foretelling = pair("llama")
-    compare(target, foretelling, prompt(6), **SAMPLED)
+    assert_same_as_plain(target, foretelling, prompt(6), **SAMPLED)

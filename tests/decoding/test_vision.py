@@ -5,8 +5,9 @@ import torch
 
 from eagle3_hf import Eagle3Candidate
 from eagle3_hf.decoding.draft.inputs import DraftInputs
-from eagle3_hf.model.features import FeatureReader, media_token_ids
-from support.drafts import compare, new_draft, set_tree
+from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.model.target_modules import media_token_ids
+from support.drafts import assert_same_as_plain, new_draft, set_tree
 from support.families.others import IS_OLD
 from support.families.vision import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, image_prompt, tiny_vision
 
@@ -37,7 +38,7 @@ def test_ids_of_vanilla_behind_an_image(name, rows):
         pytest.skip("older caches of windows differ in class")
     draft = set_tree(new_draft(target, half=False), "cpu")
     for seed, kwargs in enumerate([{}, {"do_sample": True}]):
-        compare(target, draft, image_prompt(name, rows, seed), seed=seed, max_new_tokens=16, **kwargs)
+        assert_same_as_plain(target, draft, image_prompt(name, rows, seed), seed=seed, max_new_tokens=16, **kwargs)
 
 
 @pytest.mark.parametrize("name", names())
@@ -92,4 +93,4 @@ def test_which_tokens_hold_places():
 def test_text_alone_reads_no_embeddings():
     target = tiny_vision("qwen2_5_vl")
     draft = set_tree(new_draft(target, half=False), "cpu")
-    compare(target, draft, image_prompt("qwen2_5_vl")["input_ids"][:, -5:], max_new_tokens=12)
+    assert_same_as_plain(target, draft, image_prompt("qwen2_5_vl")["input_ids"][:, -5:], max_new_tokens=12)

@@ -65,7 +65,7 @@ def page_id(page: Path) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "__main__"}
+    namespace, ran = {"__name__": "__main__"}, 0
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.info[:1] != ["python"]:
             continue
@@ -73,6 +73,8 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
         code = compile("\n" * block.line + block.code, str(page), "exec")
         if "no-run" not in block.info:
             exec(code, namespace)
+            ran += 1
+    assert len(namespace) > 1 or not ran, "the blocks that ran have left their names"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

@@ -180,7 +180,7 @@ def test_switches_are_bools(name):
     ("overrides", "words"),
     [
         ({"draft_vocab_size": 400}, r"draft_vocab_size \(400\) is larger than the target's vocab_size \(320\)"),
-        ({"own_lm_head": False}, "has 320 rows, but draft_vocab_size is 128"),
+        ({"own_lm_head": False}, "has 320 tokens, but draft_vocab_size is 128"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"),
         ({"head_dim": 15}, "head_dim must be even for rotary positions, got 15"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm exclude each other"),

@@ -175,7 +175,7 @@ def chat_target(tokenizer):
         {"step_weights": [1.0, 0.0, 2.0]},
         {"feature_loss_weight": 0.5},
         {"feature_loss_weight": 0.5, "packing": True, "max_length": 128, "checkpoint_ttt_steps": True},
-        {"loss_chunk": 0, "row_share": 0.5},
+        {"loss_chunk": 0, "position_share": 0.5},
     ],
     ids=lambda options: " ".join(options),
 )

@@ -227,7 +227,7 @@ def chain_logits(draft: Eagle3DraftModel, inputs: dict[str, torch.Tensor], targe
     return torch.cat(found)
 
 
-def check_logits(run: EngineRun, name: str) -> None:
+def assert_logits(run: EngineRun, name: str) -> None:
     draft, found = run.heads[name], run.logits(name)
     expected = chain_logits(draft, run.inputs, run.target)
     if found.shape[-1] != expected.shape[-1]:  # vLLM scatters them over the target's vocabulary
@@ -236,7 +236,7 @@ def check_logits(run: EngineRun, name: str) -> None:
     assert expected.std() > 0.05
 
 
-def check_rotary(run: EngineRun, name: str) -> None:
+def assert_rotary(run: EngineRun, name: str) -> None:
     """Cosines and sines side by side, of the first 200 positions."""
     found = torch.tensor(run.facts(name)["cos_sin"])
     cos, sin = run.heads[name].rotary_emb(torch.zeros(1), torch.arange(200)[None])
@@ -256,12 +256,12 @@ def test_vllm_reads_our_config(vllm, name):
     assert facts["reads_aux"] == config.use_aux_hidden_state
     assert facts["layers"] == (config.target_layer_ids if config.use_aux_hidden_state else None)
     if not config.is_latent:
-        check_rotary(vllm, name)
+        assert_rotary(vllm, name)
 
 
 @pytest.mark.parametrize("name", exported_heads(VLLM))
 def test_vllm_computes_our_heads_logits(vllm, name):
-    check_logits(vllm, name)
+    assert_logits(vllm, name)
 
 
 @pytest.fixture(scope="module")
@@ -276,9 +276,9 @@ def test_sglang_reads_our_config(sglang, name):
     assert facts["reads_aux"] == config.use_aux_hidden_state
     assert facts["captured"] == (config.target_layer_ids if config.use_aux_hidden_state else None)
     if not config.is_latent:
-        check_rotary(sglang, name)
+        assert_rotary(sglang, name)
 
 
 @pytest.mark.parametrize("name", [name for name in exported_heads(SGLANG) if "mla" not in name])
 def test_sglang_computes_our_heads_logits(sglang, name):
-    check_logits(sglang, name)
+    assert_logits(sglang, name)

@@ -13,7 +13,7 @@ import eagle3_hf
 from eagle3_hf import Eagle3DraftModel, export_head
 from eagle3_hf.cli import main
 from eagle3_hf.export import ENGINES, FORMATS, ExportError, needs_target_weights, unsupported_features
-from eagle3_hf.model.layers import Eagle3RotaryEmbedding
+from eagle3_hf.model.modeling_eagle3 import Eagle3RotaryEmbedding
 from support.engines.heads import HEADS, SGLANG, SPECULATORS, VLLM
 from support.families import VOCAB_SIZE, tiny
 from support.heads import new_head

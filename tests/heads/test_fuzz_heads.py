@@ -81,7 +81,7 @@ def run(count: int, seed: int, seconds: float) -> dict:
     return summary
 
 
-def check(summary: dict, count: int) -> None:
+def assert_no_findings(summary: dict, count: int) -> None:
     assert summary["findings"] == []
     assert summary["refused"] + summary["loaded"] == count
     # With fewer of either the mutations would be too mild or too wild to prove anything.
@@ -90,13 +90,13 @@ def check(summary: dict, count: int) -> None:
     assert summary["grown"] < fuzz.MEMORY
 
 
-def test_three_hundred_damaged_heads():
-    check(run(300, seed=0, seconds=300), 300)
+def test_some_damaged_heads():
+    assert_no_findings(run(150, seed=0, seconds=300), 150)
 
 
 @pytest.mark.slow
 def test_two_thousand_damaged_heads():
-    check(run(2000, seed=1, seconds=1800), 2000)
+    assert_no_findings(run(2000, seed=1, seconds=1800), 2000)
 
 
 # ----- what it has found ---------------------------------------------------------------------------------------------

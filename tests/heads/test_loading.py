@@ -123,7 +123,7 @@ def test_layer_ids_are_guessed_aloud_or_given(tmp_path, target, caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         f"The config of {folder} names no target layers; the reference's rule for 8 layers is used: hidden_states "
-        "indices [2, 4, 5]. If it accepts little, load it with target_layer_ids=[...]."
+        "indices [2, 4, 5]. If few drafts are accepted, load the head with target_layer_ids=[...]."
     )
 
 
@@ -291,7 +291,9 @@ SUPPORTED = "EAGLE-3 heads have `fc.weight` and a layer that reads [embedding, f
 @pytest.mark.parametrize("key", ["fc_norm", "norm_before_fc", "norm_before_residual", "eagle_config", "dflash_config"])
 def test_switched_off_they_mean_nothing(tmp_path, key):
     config, tensors = published(new_head())
-    load(write_folder(tmp_path, {**config, key: None if key.endswith("_config") else False}, tensors))
+    plain = load(write_folder(tmp_path / "plain", config, tensors))
+    off = {**config, key: None if key.endswith("_config") else False}
+    assert load(write_folder(tmp_path / "off", off, tensors)).config.to_diff_dict() == plain.config.to_diff_dict()
 
 
 def renamed(tensors: dict, old: str, new: str) -> dict:
@@ -766,11 +768,11 @@ def test_sharded_head_and_its_missing_shard(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "FOLDER/config.json is no JSON ("),
+        ("", "FOLDER/config.json is not JSON ("),
         ('{"hidden_size": 64, ', "corrupt or truncated, download it again"),
         ("[1, 2]", "FOLDER/config.json must hold a JSON object, it holds a list"),
         ("{}", "its config must have `vocab_size`, an integer of at least 1; it says None"),
-        ("\xff\xfe", "FOLDER/config.json is no JSON ("),
+        ("\xff\xfe", "FOLDER/config.json is not JSON ("),
     ],
 )
 def test_damaged_config(tmp_path, content, words):
@@ -783,7 +785,7 @@ def test_a_folder_of_checkpoints_is_told_apart(tmp_path):
     for step in (90, 1000):
         published_folder(tmp_path / f"checkpoint-{step}")
     assert refusal(tmp_path).endswith(
-        "it holds checkpoints of a training; pass one of them, such as FOLDER/checkpoint-1000"
+        "it holds checkpoints of a training run; pass one of them, such as FOLDER/checkpoint-1000"
     )
 
 
@@ -804,7 +806,7 @@ def test_paths_that_are_no_folder(tmp_path):
     assert refusal(file) == "FOLDER is a file: pass the folder that holds the head's config.json and weights"
     # Not a matter of the format: transformers' own words for what it cannot reach.
     for path in (tmp_path / "nothing", "somebody/no-such-head"):
-        with pytest.raises(OSError, match="is no folder here, and no Hub id|connect"):
+        with pytest.raises(OSError, match="is neither a local folder nor a Hub id|is no local folder|connect"):
             load(path)
 
 

@@ -56,13 +56,13 @@ def warned(caplog):
     return messages
 
 
-def check_notes(notes: list[str], row) -> None:
+def assert_notes(notes: list[str], row) -> None:
     assert len(notes) == len(row.notes), notes
     for words in row.notes:
         assert any(words in note for note in notes), f"{words!r} is in none of {notes}"
 
 
-def check_fields(config, wanted: dict) -> None:
+def assert_fields(config, wanted: dict) -> None:
     found = {name: getattr(config, name) for name in wanted}
     assert found == wanted
 
@@ -74,11 +74,11 @@ def check_fields(config, wanted: dict) -> None:
 def test_published_size_is_understood(row, tmp_path):
     described = describe_head(shape_only(row, tmp_path))
     config = canonical_config(tmp_path, described)
-    check_fields(config, canonical(row))
+    assert_fields(config, canonical(row))
     assert row.rope.items() <= config.rope_parameters.items()
     assert described.renamed == renamed(row)
     assert sorted(described.dropped) == sorted(row.dropped)
-    check_notes(described.notes, row)
+    assert_notes(described.notes, row)
     assert "architectures" in described.ignored
 
 
@@ -120,8 +120,8 @@ def test_an_ordinary_model_is_no_head(tmp_path, target):
 @every_row
 def test_loads_bit_equal_and_says_what_it_must(row, tmp_path, warned):
     draft = load(tiny_folder(row, tmp_path))
-    check_notes(warned(), row)
-    check_fields(draft.config, canonical(row, tiny=True))
+    assert_notes(warned(), row)
+    assert_fields(draft.config, canonical(row, tiny=True))
     written, state, names = tiny_tensors(row), draft.state_dict(), renamed(row, tiny=True)
     assert all(torch.equal(state[ours], written[name]) for name, ours in names.items())
     assert set(names.values()) | {"d2t", "t2d"} == set(state)
@@ -130,13 +130,23 @@ def test_loads_bit_equal_and_says_what_it_must(row, tmp_path, warned):
     assert draft.t2d.nonzero().flatten().equal(ids.sort().values)
 
 
+CALL = {
+    "inputs": prompt(9, seed=3),
+    "attention_mask": torch.ones(1, 9, dtype=torch.int64),
+    "max_new_tokens": 24,
+    "do_sample": False,
+}
+
+
+@pytest.fixture(scope="module")
+def own_text(target) -> list[list[int]]:
+    return target.generate(**CALL).tolist()
+
+
 @every_row
-def test_text_with_it_is_the_targets_own(row, tmp_path, target):
+def test_text_with_it_is_the_targets_own(row, tmp_path, target, own_text):
     draft = load(tiny_folder(row, tmp_path))
-    ids = prompt(9, seed=3)
-    settings = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    plain = target.generate(ids, **settings)
-    assert target.generate(ids, **settings, assistant_model=draft).tolist() == plain.tolist()
+    assert target.generate(**CALL, assistant_model=draft).tolist() == own_text
     assert draft.config.target_layer_ids == (row.bound_ids or row.tiny_ids or INDICES)
     assert draft.stats.rounds > 0
 

@@ -14,10 +14,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from eagle3_hf import Eagle3Candidate, Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.model.attention import CachedAttention
-from eagle3_hf.model.features import FeatureReader, text_backbone
+from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.model.target_modules import text_backbone
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
 from eagle3_hf.ttt.loss import IGNORE_INDEX
-from support.drafts import compare, new_draft, set_tree, target_of
+from support.drafts import assert_same_as_plain, new_draft, set_tree, target_of
 from support.families import HIDDEN_SIZE, deepseek, prompt, tiny
 from support.heads import LATENT, VARIANTS, new_head
 
@@ -217,18 +218,21 @@ def test_it_trains_alike_online_and_from_a_store(tmp_path):
 # ----- the target's own text -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_text_is_the_targets(name, family, sampled):
     draft = set_tree(new_draft(target_of(family), half=False, **VARIANTS[name]), "cpu")
-    compare(target_of(family), draft, prompt(9), do_sample=sampled)
+    assert_same_as_plain(target_of(family), draft, prompt(9), do_sample=sampled)
 
 
 @pytest.mark.parametrize("overrides", [{}, VARIANTS["final output alone"], {**LATENT, "q_lora_rank": 20}], ids=str)
 def test_text_is_that_of_a_latent_target(overrides):
     target = deepseek()
-    compare(target, set_tree(new_draft(target, half=False, **overrides), "cpu"), prompt(9), do_sample=False)
+    assert_same_as_plain(
+        target, set_tree(new_draft(target, half=False, **overrides), "cpu"), prompt(9), do_sample=False
+    )
 
 
 def test_transformers_own_loop_gives_the_one_feature():

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -22,9 +22,10 @@ def reply(content, finish_reason="stop", **message):
 
 @contextmanager
 def chat_server(answer, models=("tiny",)):
-    """Yields the address, and the list of all requests: (path, headers, body).
+    """Yields the address, and the list of all requests: (path, headers, body); names of headers in either case.
 
-    `answer(body)` returns the reply to a chat request, or raises a `Fault`.
+    `answer(body)` returns the reply to a chat request, or raises a `Fault`; `models` are the names that the server
+    lists, or a `Fault`.
     """
     requests = []
 
@@ -35,6 +36,8 @@ def chat_server(answer, models=("tiny",)):
         def _models(self, body):
             if self.path != "/v1/models":
                 raise Fault(404, "not found")
+            if isinstance(models, Fault):
+                raise models
             return {"data": [{"id": name} for name in models]}
 
         def do_POST(self):
@@ -42,7 +45,11 @@ def chat_server(answer, models=("tiny",)):
             self._serve(body, answer)
 
         def _serve(self, body, answer):
-            requests.append((self.path, dict(self.headers), body))
+            with suppress(ConnectionError):  # the client may have stopped waiting
+                self._reply(body, answer)
+
+        def _reply(self, body, answer):
+            requests.append((self.path, self.headers, body))
             try:
                 self._send(200, json.dumps(answer(body)), {})
             except Fault as fault:
@@ -55,6 +62,7 @@ def chat_server(answer, models=("tiny",)):
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name.replace("_", "-"), value)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text.encode())))
             self.end_headers()
             self.wfile.write(text.encode())

@@ -289,7 +289,7 @@ def _allowed(stacked: torch.Tensor, tolerance: float) -> torch.Tensor:
     return step * largest.double().clamp(min=1.0)
 
 
-def compare(target, draft, inputs, make=dict, seed: int = 0, accepts: bool = True, **kwargs):
+def assert_same_as_plain(target, draft, inputs, make=dict, seed: int = 0, accepts: bool = True, **kwargs):
     """A call with and without the draft, and the two must look the same; returns the draft's result and vanilla's.
 
     Args:

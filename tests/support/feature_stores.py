@@ -18,7 +18,7 @@ def rows_of(lengths: list[int], seed: int = 0) -> Dataset:
 
 
 def write(target, directory, rows=None, **kwargs):
-    options = {"shard_rows": 3, "batch_tokens": 24, "progress": False, "dtype": torch.float32, **kwargs}
+    options = {"shard_size": 3, "batch_tokens": 24, "progress": False, "dtype": torch.float32, **kwargs}
     layer_ids = options.pop("layer_ids", LAYER_IDS)
     write_features(target, rows or rows_of(LENGTHS), directory, layer_ids, **options)
 

@@ -57,7 +57,7 @@ class Comparison:
     near_ties: list[str] = field(default_factory=list)
     stats: list[SpeculationStats] = field(default_factory=list)
 
-    def check(self, dtype: torch.dtype = torch.float32) -> None:
+    def assert_few_near_ties(self, dtype: torch.dtype = torch.float32) -> None:
         for line in self.near_ties:
             print("near-tie:", line)  # noqa: T201 - shown by pytest -rA, and in the report of a failure
         print(f"{self.tokens} tokens, {len(self.near_ties)} near-ties, {total(self.stats)}")  # noqa: T201
@@ -66,7 +66,7 @@ class Comparison:
             SUITE.near_ties += len(self.near_ties)
             assert SUITE.near_ties <= max(1, SUITE.tokens / 100_000), f"{SUITE}, the last ones {self.near_ties}"
 
-    def add(self, target, draft, ids: torch.Tensor, seed: int, setting: str, tree: str) -> None:
+    def assert_same_ids(self, target, draft, ids: torch.Tensor, seed: int, setting: str, tree: str) -> None:
         """One prompt, with and without the draft; fails where the ids differ and no near-tie excuses it."""
         kwargs = {"max_new_tokens": NEW_TOKENS, **SETTINGS[setting]}
         vanilla, after = seeded(seed, lambda: target.generate(ids, **kwargs))

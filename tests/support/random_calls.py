@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from eagle3_hf.decoding.target.runner import CACHE_KEY
-from eagle3_hf.model.features import decoder_blocks
+from eagle3_hf.model.target_modules import decoder_blocks
 from support.drafts import TREES, ForetellingDraft, Recorder, cache_of, new_draft, target_of
 from support.families import FAMILIES, VOCAB_SIZE, prompt
 

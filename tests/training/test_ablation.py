@@ -1,23 +1,18 @@
 """`examples/ablation.py` on a tiny target: four heads from the same start, trained and decoded, in a table."""
 
 import argparse
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
 from support.chats import chat_tokenizer, tiny_target
+from support.examples import load_example
 from support.training_runs import chats
 
 
 @pytest.fixture(scope="module")
 def ablation():
-    path = Path(__file__).resolve().parents[2] / "examples" / "ablation.py"
-    spec = importlib.util.spec_from_file_location("ablation", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("ablation")
 
 
 @pytest.fixture(scope="module")

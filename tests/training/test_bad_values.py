@@ -15,7 +15,7 @@ from support.chats import chat_tokenizer, tiny_target
 from support.training_runs import chats
 
 
-COMMANDS = ("datagen", "show-mask", "features", "cost", "bench", "inspect", "convert")
+COMMANDS = ("datagen", "show-mask", "features", "bench", "inspect", "convert")
 NUMBERS = {values.count, values.amount, values.share, values.positive, values.not_negative}
 NO_NUMBERS = ["", "x", "nan", "-1", "inf", "1e9999", "0x10", "1,5"]
 
@@ -68,7 +68,6 @@ def valid(folder: Path, out: Path, command: str) -> list[str]:
         "datagen": [target, str(out / "chats"), "--num-chats", "1", "--max-new-tokens", "4", "--quiet"],
         "show-mask": [target, data],
         "features": [target, data, str(out / "store"), "--quiet"],
-        "cost": [target, "--length", "8", "--document", "8", "--repeats", "1", "--steps", "1"],
         "bench": [target, head, "--tasks", str(folder / "tasks"), "--max-new-tokens", "4"],
         "inspect": [head, "--target", target],
         "convert": [head, str(out / "head"), "--to", "vllm"],
@@ -122,7 +121,7 @@ def test_no_numbers(command, option, folder, tmp_path, capsys):
 def test_every_option_that_takes_a_number_is_checked():
     for command in COMMANDS:
         assert not [action.dest for action in actions(command) if action.type in (int, float)]
-    assert len(number_options()) >= 25
+    assert len(number_options()) >= 20
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -153,7 +152,7 @@ def test_names_of_nothing(command, folder, tmp_path, capsys):
         ("--device-map", "everywhere", "'everywhere' is not a device"),
     ],
 )
-@pytest.mark.parametrize("command", ["datagen", "features", "cost", "bench", "train"])
+@pytest.mark.parametrize("command", ["datagen", "features", "bench", "train"])
 def test_placement(command, option, value, words, folder, tmp_path, capsys):
     """The same words in every command."""
     if command == "train":
@@ -233,7 +232,7 @@ def test_questions_of_the_wrong_kind(content, words, folder, tmp_path, capsys, m
     ],
 )
 def test_what_is_wrong_with_a_model_is_said_alike(name, words, folder, tmp_path, capsys):
-    for command in ("datagen", "show-mask", "features", "cost", "bench"):
+    for command in ("datagen", "show-mask", "features", "bench"):
         line = refused([command, str(folder / name), *valid(folder, tmp_path, command)[1:]], capsys)
         assert str(folder / name) in line
         assert words in line
@@ -270,7 +269,7 @@ TRAIN_NUMBERS = [
     "draft_vocab_size",
     "max_length",
     "ttt_steps",
-    "row_share",
+    "position_share",
     "learning_rate",
 ]
 TRAIN_NUMBERS += [

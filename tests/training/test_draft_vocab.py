@@ -11,6 +11,7 @@ from eagle3_hf.model.vocab import resolve
 from eagle3_hf.training.data import draft_vocab
 from eagle3_hf.training.data.draft_vocab import cached_draft_vocab, dataset_fingerprint, report_coverage
 from eagle3_hf.training.data.packing import PackedDataset
+from eagle3_hf.training.targets.stored_features import StoredFeatures
 from support.chats import chat_tokenizer
 from support.processes import run_python
 
@@ -108,11 +109,12 @@ def test_the_default_place_is_the_cache_of_datasets(data, tmp_path, monkeypatch)
 
 
 def test_stored_features_have_the_fingerprint_of_their_data():
-    class Stored:
-        index = {"data": "abc"}
-        rows = range(3)
+    class Stored(StoredFeatures):
+        def __init__(self, indices):
+            self.index, self.indices = {"data": "abc"}, indices
 
-    assert dataset_fingerprint(Stored()) == "abc/range(0, 3)"
+    assert dataset_fingerprint(Stored(range(3))) == "abc/range(0, 3)"
+    assert dataset_fingerprint(Stored([2, 0])) is None
 
 
 def test_a_kept_vocabulary_is_measured_on_the_new_data(data, caplog):

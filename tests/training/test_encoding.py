@@ -17,6 +17,7 @@ from eagle3_hf.training.data.encoding import (
     render_mask,
     special_token_ids,
 )
+from eagle3_hf.training.data.options import EncodingOptions
 from eagle3_hf.ttt.loss import IGNORE_INDEX, supervised_mask
 from support.chats import TEMPLATES, chat_tokenizer
 
@@ -297,6 +298,16 @@ def test_several_processes_encode_alike():
     chats = [{"messages": CHAT[:2]}, {"messages": CHAT}, {"messages": CHAT}]
     one = prepare_dataset(chats, tokenizer, max_length=40)
     assert prepare_dataset(chats, tokenizer, max_length=40, num_proc=2)[:] == one[:]
+
+
+def test_cached_chats_depend_only_on_what_decides_their_tokens():
+    """Neither the number of processes nor packing makes `datasets` encode them again."""
+    deciding = {"max_length": 40, "last_turn_only": True, "mask_reasoning": True, "template_kwargs": {"a": 1}}
+    options = EncodingOptions(**deciding, num_proc=2, packing=True, seed=3)
+    assert options.of_a_chat() == EncodingOptions(**deciding)
+    assert options != options.of_a_chat()
+    with pytest.raises(ValueError, match="max_length is 0; it must be at least 1"):
+        EncodingOptions(max_length=0)
 
 
 def test_collator_pads_on_the_right():

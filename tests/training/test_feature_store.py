@@ -64,17 +64,17 @@ def test_stored_values_are_those_seen_online(target, tmp_path, dtype):
 def test_lengths_and_labels_are_read_without_the_features(target, written):
     stored, rows = StoredFeatures(written), rows_of(LENGTHS)
     assert stored.lengths == LENGTHS
-    assert [row["labels"].tolist() for row in stored.label_rows()] == rows["labels"][:]
-    assert all(set(row) == {"labels"} for row in stored.label_rows())
+    assert [row["labels"].tolist() for row in stored.iter_labels()] == rows["labels"][:]
+    assert all(set(row) == {"labels"} for row in stored.iter_labels())
 
 
 @pytest.mark.parametrize("rows", [range(2), range(2, 7), range(0, 7, 3), range(6, -1, -1), range(4, 4)], ids=str)
 def test_some_rows_of_a_store(written, rows):
-    whole, some = StoredFeatures(written), StoredFeatures(written, rows=rows)
+    whole, some = StoredFeatures(written), StoredFeatures(written, indices=rows)
     assert len(some) == len(rows)
     assert some.lengths == [LENGTHS[i] for i in rows]
-    labels = [row["labels"].tolist() for row in whole.label_rows()]
-    assert [row["labels"].tolist() for row in some.label_rows()] == [labels[i] for i in rows]
+    labels = [row["labels"].tolist() for row in whole.iter_labels()]
+    assert [row["labels"].tolist() for row in some.iter_labels()] == [labels[i] for i in rows]
     for item, i in zip(some, rows, strict=True):
         for name, value in whole[i].items():
             assert torch.equal(item[name], value)
@@ -84,8 +84,8 @@ def test_some_rows_of_a_store(written, rows):
 
 @pytest.mark.parametrize("rows", [range(8), range(-1, 3)], ids=str)
 def test_rows_beyond_the_store_are_refused(written, rows):
-    with pytest.raises(ValueError, match=r"has the rows 0 to 6"):
-        StoredFeatures(written, rows=rows)
+    with pytest.raises(ValueError, match=r"has the examples 0 to 6"):
+        StoredFeatures(written, indices=rows)
 
 
 def test_a_store_travels_to_worker_processes(written):
@@ -98,7 +98,7 @@ def test_a_store_travels_to_worker_processes(written):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_projected_size_is_the_real_one(target, tmp_path, dtype):
     rows = rows_of([40] * 12)
-    write(target, tmp_path, rows, dtype=dtype, shard_rows=12)
+    write(target, tmp_path, rows, dtype=dtype, shard_size=12)
     projected = projected_bytes(40 * 12, 64, len(LAYER_IDS), dtype)
     real = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert projected <= real <= projected + 12 * 4 + 1000  # and a length of each row, and the file's header
@@ -121,7 +121,9 @@ def test_a_full_disk_is_noticed_before_the_target_runs(target, tmp_path, monkeyp
 def test_only_what_is_still_to_be_written_needs_room(target, written, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(feature_store.shutil, "disk_usage", lambda _: usage(free=10))
+    before = shards(written)
     write(target, written)  # everything is there already
+    assert shards(written) == before
 
 
 # ----- going on ------------------------------------------------------------------------------------------------------
@@ -207,7 +209,8 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_shard(target, tmp_path, written
 
 
 def test_killed_in_the_middle_of_a_shard(target, tmp_path, written):
-    assert run_python(["-c", KILLED, tmp_path]).returncode == -9
+    done = run_python(["-c", KILLED, tmp_path])
+    assert done.returncode == -9, done.stderr
     assert list(shards(tmp_path)) == ["shard-00000.safetensors"]
     write(target, tmp_path)
     assert shards(tmp_path) == shards(written)
@@ -266,17 +269,17 @@ def test_a_store_has_the_manners_of_a_dataset(written, monkeypatch):
     assert set(whole.column_names) == set(whole[0])
     monkeypatch.setattr(StoredFeatures, "__getitem__", lambda *_: pytest.fail("a row was read"))
     assert whole.select([4, 1]).lengths == [LENGTHS[4], LENGTHS[1]]
-    assert whole.select([4, 1, 6]).select([2, 0]).rows == [6, 4]
-    assert sorted(whole.shuffle(seed=3).rows) == list(range(7))
-    assert whole.shuffle(seed=3).rows == whole.shuffle(seed=3).rows != whole.shuffle(seed=4).rows
+    assert whole.select([4, 1, 6]).select([2, 0]).indices == [6, 4]
+    assert sorted(whole.shuffle(seed=3).indices) == list(range(7))
+    assert whole.shuffle(seed=3).indices == whole.shuffle(seed=3).indices != whole.shuffle(seed=4).indices
     for size in (2, 0.3):
         parts = whole.train_test_split(test_size=size, seed=0)
-        assert sorted(parts["train"].rows + parts["test"].rows) == list(range(7))
+        assert sorted(parts["train"].indices + parts["test"].indices) == list(range(7))
         same = rows_of(LENGTHS).add_column("at", list(range(7))).train_test_split(test_size=size, seed=0)
-        assert {name: part.rows for name, part in parts.items()} == {
+        assert {name: part.indices for name, part in parts.items()} == {
             name: part["at"][:] for name, part in same.items()
         }
-    with pytest.raises(ValueError, match="test_size 7 of 7 rows leaves one part empty"):
+    with pytest.raises(ValueError, match="test_size is 7, which leaves one part of 7 examples empty"):
         whole.train_test_split(test_size=7)
 
 
@@ -287,12 +290,12 @@ def test_a_store_has_the_manners_of_a_dataset(written, monkeypatch):
     ("options", "message"),
     [
         ({"layer_ids": [0, 2, 4]}, r"layer_ids \[1, 2, 3\] \(now \[0, 2, 4\]\)"),
-        ({"rows": rows_of(LENGTHS[:-1])}, r"rows 7 \(now 6\), tokens 60 \(now 52\)"),
+        ({"rows": rows_of(LENGTHS[:-1])}, r"num_examples 7 \(now 6\), tokens 60 \(now 52\)"),
         (
             {"rows": rows_of(LENGTHS, seed=100)},
-            "something else: other chats, or the same encoded otherwise. Store into another",
+            "something else: other chats, or the same chats encoded otherwise. Store into another",
         ),
-        ({"shard_rows": 4}, r"shard_rows 3 \(now 4\)"),
+        ({"shard_size": 4}, r"shard_size 3 \(now 4\)"),
         ({"dtype": torch.bfloat16}, r"dtype float32 \(now bfloat16\)"),
     ],
     ids=["layers", "fewer rows", "other rows", "shards", "dtype"],
@@ -316,7 +319,7 @@ def test_a_refused_call_does_not_bind_the_folder(target, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"shard_rows": 0}, "shard_rows is 0"), ({"part": (3, 2)}, r"part is \(3, 2\)")]
+    ("options", "message"), [({"shard_size": 0}, "shard_size is 0"), ({"part": (3, 2)}, r"part is \(3, 2\)")]
 )
 def test_settings_out_of_range(target, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

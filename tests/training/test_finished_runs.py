@@ -106,7 +106,7 @@ def test_stopped_between_its_last_step_and_its_end(train, tmp_path, capsys):
 def test_more_steps_go_on(train, tmp_path, capsys):
     assert train("--max_steps", "4") == 0
     assert train("--max_steps", "5") == 0
-    assert f"goes on from {tmp_path / 'out' / 'checkpoint-4'}" in capsys.readouterr().out
+    assert f"resumes from {tmp_path / 'out' / 'checkpoint-4'}" in capsys.readouterr().out
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert state["global_step"] == 5
 

@@ -144,7 +144,7 @@ def test_stored_features_train_adapters_too(target, rows, head, tmp_path):
 def test_a_head_without_a_vocabulary_is_refused(target, rows, tmp_path):
     """It would be built here, and be lost with the process: only the adapters are saved."""
     draft = get_peft_model(new_draft(target), LoraConfig(target_modules="all-linear"))
-    with pytest.raises(ValueError, match="no draft vocabulary yet, and adapters are saved without one"):
+    with pytest.raises(ValueError, match="no draft vocabulary yet, and adapters do not save one"):
         trainer_for(target, rows, tmp_path, draft=draft)
 
 

@@ -14,6 +14,7 @@ from eagle3_hf.training.data.encoding import (
     special_token_ids,
 )
 from eagle3_hf.training.data.loss_masks import encode_chat
+from eagle3_hf.training.data.options import EncodingOptions
 from eagle3_hf.training.data.sources import load_chats
 from eagle3_hf.ttt.loss import IGNORE_INDEX
 from support.real_templates import SPECIALS, TEMPLATES, real_tokenizer
@@ -132,7 +133,7 @@ def test_masked_thoughts_are_counted(caplog):
     answer = {"role": "assistant", "content": "Four.", "reasoning_content": THOUGHTS}
     chats = load_chats([{"messages": [USER, answer]}, {"messages": CHAT}])
     options = {"max_length": None, "mask_reasoning": True}
-    summary = MaskSummary.of(encode_dataset(chats, tokenizer, **options), None)
+    summary = MaskSummary.of(encode_dataset(chats, tokenizer, EncodingOptions(**options)), None)
     raw = tokenizer(RAW["qwen3"].format(thoughts=THOUGHTS, text=""), add_special_tokens=False)["input_ids"]
     assert 0 <= len(raw) - 2 - summary.hidden <= 2  # all but the first token, the end, and the blank line
     assert "tokens of thoughts masked" in str(summary)
@@ -223,7 +224,7 @@ def test_tokens_of_which_all_are_learnt_are_suspicious(caplog):
     tokenizer = real_tokenizer("chatml")
     rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 2
     prepare_dataset(rows, tokenizer, max_length=3)
-    assert "Every token of every row is to be learnt" in caplog.text
+    assert "Every token of every example is to be learnt" in caplog.text
     caplog.clear()
     prepare_dataset([{**rows[0], "labels": [-100, -100, -100, 8]}], tokenizer, max_length=None)
     assert "Every token" not in caplog.text
@@ -239,9 +240,9 @@ def test_a_mask_on_a_terminal_is_green():
 def test_options_that_need_turns_are_refused_without_any():
     tokenizer = real_tokenizer("chatml")
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}]
-    with pytest.raises(ValueError, match="last_turn_only needs turns, but these rows are tokens"):
+    with pytest.raises(ValueError, match="last_turn_only needs turns, but these examples are tokens"):
         prepare_dataset(rows, tokenizer, max_length=None, last_turn_only=True)
-    with pytest.raises(ValueError, match="mask_reasoning needs turns, but these rows are text"):
+    with pytest.raises(ValueError, match="mask_reasoning needs turns, but these examples are text"):
         prepare_dataset([{"text": "The sea."}], tokenizer, max_length=None, mask_reasoning=True)
     rendered = [{"prompt": "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n", "completion": "The sea."}]
     assert len(prepare_dataset(rendered, tokenizer, max_length=None)) == 1
@@ -289,7 +290,7 @@ def test_processors():
     assert prepare_dataset([{"messages": CHAT}], Processor(), max_length=None)[:] == expected
     assert special_token_ids(Processor()) == ends
     assert Processor.tokenizer.chat_template is None
-    with pytest.raises(ValueError, match="object makes no tokens of text: pass the target's tokenizer"):
+    with pytest.raises(ValueError, match="object has no tokenizer for text: pass the target's tokenizer"):
         prepare_dataset([{"messages": CHAT}], object(), max_length=None)
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from eagle3_hf.training.nan_guard import _samples
+from eagle3_hf.training.callbacks import NanGuard
+from eagle3_hf.training.callbacks.nan_guard import samples_of
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
 from support.training_runs import history, new_draft, trainer_for, weights
 
@@ -14,7 +15,7 @@ def poisoned(target, rows, tmp_path):
     """A store of which row 5 has a NaN among its features."""
     from safetensors.torch import load_file, save_file
 
-    write_features(target, rows, tmp_path / "store", [0, 1, 2], dtype=torch.float32, shard_rows=3, progress=False)
+    write_features(target, rows, tmp_path / "store", [0, 1, 2], dtype=torch.float32, shard_size=3, progress=False)
     path = tmp_path / "store" / "shard-00001.safetensors"
     tensors = load_file(path)
     tensors["features"][-1, 7] = float("nan")
@@ -44,7 +45,7 @@ def test_the_sample_with_the_nan_is_named(target, tokenizer, poisoned, tmp_path,
         trainer.train()
     message = str(raised.value)
     text = tokenizer.decode(poisoned[5]["input_ids"][:40])
-    assert f"row 5 of train_dataset ({text[:100]!r}): the target's features are not finite" in message
+    assert f"example 5 of train_dataset ({text[:100]!r}): the target's features are not finite" in message
     assert message.count("of train_dataset") == 1
     assert "in bfloat16" in message
     assert f"step {trainer.state.global_step}" in message
@@ -101,7 +102,7 @@ def test_nothing_waits_for_the_device_between_steps(target, rows, tmp_path, monk
     trainer = trainer_for(target, rows, tmp_path, max_steps=3, logging_steps=50)
     assert not trainer.args.logging_nan_inf_filter
     read = []
-    monkeypatch.setattr(type(trainer._finite), "check", lambda self: read.append(self._closed.number))
+    monkeypatch.setattr(NanGuard, "check", lambda self: read.append(self._closed.number))
     trainer.train()
     assert read == [0, 1, 2, 3]  # before each update the step before it; the last at the end
     assert len(history(trainer, "train_loss")) == 1
@@ -116,6 +117,6 @@ def test_samples_of_a_batch():
         "attention_mask": (ids > 0).long(),
         "position_ids": torch.tensor([[0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6]]),
     }
-    assert [s.input_ids.tolist() for s in _samples(batch)] == [[1, 2], [3, 4, 5], [6, 7, 8, 9, 10, 11, 12]]
+    assert [s.input_ids.tolist() for s in samples_of(batch)] == [[1, 2], [3, 4, 5], [6, 7, 8, 9, 10, 11, 12]]
     del batch["position_ids"]
-    assert [s.input_ids.tolist() for s in _samples(batch)] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12]]
+    assert [s.input_ids.tolist() for s in samples_of(batch)] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12]]

@@ -16,6 +16,7 @@ from eagle3_hf.training.data import records, sources
 from eagle3_hf.training.data.dropped_chats import OddChatError
 from eagle3_hf.training.data.encoding import dropped_chats, encode_chat, encode_dataset, prepare_dataset
 from eagle3_hf.training.data.formats import read_example
+from eagle3_hf.training.data.options import EncodingOptions
 from eagle3_hf.training.data.sources import load_chats
 from eagle3_hf.training.datagen.local_writer import WritingSettings
 from eagle3_hf.training.datagen.regeneration import Regeneration
@@ -306,7 +307,7 @@ READ = {
         "a.jsonl",
         lines(ROW) + b'{"messages": ' + b"[" * 20000 + b"]" * 20000 + b"}\n" + lines(ROW),
         [CHAT] * 2,
-        {"a row that cannot be read": 1},
+        {"a record that cannot be read": 1},
     ),
     "lines that are no objects": (
         "a.jsonl",
@@ -355,7 +356,7 @@ READ = {
             ["Hm"],
         ),
         [CHAT, [Q, {"role": "assistant", "content": "Yes, I\ncan"}]],
-        {"a row that cannot be read": 2},
+        {"a record that cannot be read": 2},
     ),
     "a table with a huge cell": (
         "a.csv",
@@ -423,7 +424,7 @@ def encoded_alone(tokenizer, chat):
 
 
 def assert_reads(path, tokenizer, chats, dropped):
-    encoded = encode_dataset(load_chats(path), tokenizer, max_length=None)
+    encoded = encode_dataset(load_chats(path), tokenizer, EncodingOptions())
     assert dropped_chats(encoded, tokenizer).counts == dropped
     assert len(encoded) == len(chats) + sum(dropped.values())
     kept = [{name: row[name] for name in ("input_ids", "labels")} for row in encoded if row["targets"]]
@@ -505,7 +506,7 @@ def test_rows_that_are_in_memory(rows, tokenizer):
 def test_tokens_beside_chats(tokenizer, tmp_path):
     tokens = {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}
     assert_reads([ROW, tokens], tokenizer, [CHAT], {"none of the columns of a chat is filled": 1})
-    with pytest.raises(ValueError, match="a row has no input_ids, but other rows are tokens"):
+    with pytest.raises(ValueError, match="an example has no input_ids, but others are tokens"):
         prepare_dataset([tokens, ROW], tokenizer, max_length=None)
 
 
@@ -539,7 +540,7 @@ def test_dropped_chats_are_counted_in_the_log_and_in_the_error(tokenizer, caplog
     assert len(prepare_dataset(ODD, tokenizer, max_length=None, max_empty_share=0.7)) == 2
     for line in (
         "4 of 6 chats have no token to learn and are dropped",
-        "2 x no object with named columns; the first is chat 2: row 2 of the list: a list, not an object",
+        "2 x no object with named columns; the first is chat 2: item 2 of the list: a list, not an object",
         "1 x `prompt` and `question` could each be the question; the first is chat 1: ",
         "1 x no answer behind a question; the first is chat 3: <|start|>system",
     ):
@@ -584,7 +585,7 @@ def test_datagen_counts_dropped_prompts(tmp_path, caplog):
     regeneration = Regeneration(tmp_path / "a.jsonl", tmp_path / "out.jsonl", WritingSettings())
     assert [chat.index for chat in regeneration.conversations] == [0, 4, 6]
     assert [chat.script[0] for chat in regeneration.conversations] == [Q] * 3
-    assert "4 of 7 rows have nothing to answer and are dropped" in caplog.text
+    assert "4 of 7 examples have nothing to answer and are dropped" in caplog.text
     assert "2 x no object with named columns; the first is chat 2: line 3: a list, not an object" in caplog.text
     assert "1 x no question to answer; the first is chat 3: no question among the roles (system)" in caplog.text
 

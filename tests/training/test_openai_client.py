@@ -1,7 +1,9 @@
 """Answers from a server: real requests, a tiny target behind them, and every way in which it can fail."""
 
+import importlib
 import json
 import logging
+import sys
 import threading
 import time
 
@@ -20,7 +22,7 @@ CHAT = {"messages": [{"role": role, "content": "x"} for role in ("user", "assist
 
 
 def ask(url, prompts, path, settings=SETTINGS, **options):
-    options = {"backoff": 0.01, "timeout": 5.0, "concurrency": 3, **options}
+    options = {"timeout": 5.0, "concurrency": 3, **options}
     writer = ServerWriter(url, "tiny", **options)
     return Regeneration(prompts, path, settings).run(writer, progress=False)
 
@@ -96,8 +98,8 @@ def test_thoughts_cuts_and_calls(tmp_path):
     assert calls["finished"] is True
 
 
-@pytest.mark.parametrize("fault", [Fault(0), Fault(500, "oops"), Fault(503), Fault(429, "busy", Retry_After="0")])
-def test_passing_faults_are_met_with_patience(tmp_path, fault, caplog):
+@pytest.mark.parametrize("fault", [Fault(0), Fault(500, "oops"), Fault(503), Fault(429, "busy")])
+def test_a_request_is_repeated_after_a_passing_fault(tmp_path, fault, caplog):
     failed = set()
 
     def answer(body):
@@ -110,7 +112,21 @@ def test_passing_faults_are_met_with_patience(tmp_path, fault, caplog):
     with caplog.at_level(logging.INFO, logger="eagle3_hf"), chat_server(answer) as (url, requests):
         assert ask(url, PROMPTS, tmp_path / "a") == 6
     assert len(requests) == 12
-    assert "asked again (1 of 5)" in caplog.text
+    assert caplog.text.count("Retrying request") == 6
+
+
+def test_a_pause_that_the_server_asks_for_is_granted(tmp_path):
+    times = []
+
+    def answer(body):
+        times.append(time.monotonic())
+        if len(times) == 1:
+            raise Fault(429, "busy", Retry_After="1")  # the first pause would be half a second at most
+        return reply("Yes.")
+
+    with chat_server(answer) as (url, _):
+        ask(url, PROMPTS[:1], tmp_path / "a")
+    assert times[1] - times[0] > 0.9
 
 
 def raising(fault):
@@ -123,12 +139,12 @@ def raising(fault):
 @pytest.mark.parametrize(
     ("fault", "key", "message"),
     [
-        (Fault(401, "no key"), None, r"refuses requests without a key: set OPENAI_API_KEY \(401: no key\)"),
-        (Fault(403, "bad"), "wrong", r"refuses the key given \(OPENAI_API_KEY\) \(403: bad\)"),
+        (Fault(401, "no key"), None, r"rejects requests without a key: set OPENAI_API_KEY \(401: no key\)"),
+        (Fault(403, "bad"), "wrong", r"rejects the key given \(OPENAI_API_KEY\) \(403: bad\)"),
         (Fault(404, "who?"), None, r"knows no model tiny \(404: who\?\)"),
         (Fault(418, "tea"), None, "says 418: tea"),
         (Fault(500, "oops"), None, "gave no answer in 3 attempts, the last time: it says 500: oops"),
-        (Fault(0), None, "gave no answer in 3 attempts, the last time: .*Remote"),
+        (Fault(0), None, "gave no answer in 3 attempts, the last time: Server disconnected"),
     ],
 )
 def test_lasting_faults_end_the_run_with_a_reason(tmp_path, fault, key, message, monkeypatch):
@@ -140,6 +156,9 @@ def test_lasting_faults_end_the_run_with_a_reason(tmp_path, fault, key, message,
 def test_a_reply_that_makes_no_sense(tmp_path):
     with chat_server(lambda body: {"error": "none"}) as (url, _), pytest.raises(RuntimeError, match="no chat compl"):
         ask(url, PROMPTS, tmp_path / "a")
+    page = Fault(200, "<html>It works!</html>")
+    with chat_server(raising(page)) as (url, _), pytest.raises(RuntimeError, match="no chat completion: <html>It"):
+        ask(url, PROMPTS, tmp_path / "b")
 
 
 def test_a_server_that_is_slow_or_absent(tmp_path):
@@ -148,7 +167,7 @@ def test_a_server_that_is_slow_or_absent(tmp_path):
             ask(url, PROMPTS[:1], tmp_path / "a", timeout=0.1, retries=1)
         absent = url
     with pytest.raises(RuntimeError, match=r"Connection ?[Rr]efused"):
-        ServerWriter(absent, "tiny", retries=1, backoff=0.01).check()
+        ServerWriter(absent, "tiny", retries=1).check()
 
 
 def test_a_chat_that_the_server_refuses_is_left_out(tmp_path, caplog):
@@ -210,10 +229,52 @@ def test_the_server_is_asked_for_its_models_first():
         with pytest.raises(RuntimeError, match="does not serve tiny, but big, small: name one of them"):
             ServerWriter(url, "tiny").check()
         assert requests[0][0] == "/v1/models"
-    with pytest.raises(ValueError, match="'localhost:8000'; it begins with http"):
+    with pytest.raises(ValueError, match="'localhost:8000'; it must begin with http"):
         ServerWriter("localhost:8000", "tiny")
     with pytest.raises(ValueError, match="concurrency is 0"):
         ServerWriter("http://localhost", "tiny", concurrency=0)
+
+
+def test_a_server_without_a_list_of_models(monkeypatch):
+    """What rejects the question does not matter; what answers it with something else is no chat server."""
+    with chat_server(None, models=Fault(400, "no such thing")) as (url, _):
+        ServerWriter(url, "tiny").check()
+    with (
+        chat_server(None, models=Fault(200, "<html>It works!</html>")) as (url, _),
+        pytest.raises(RuntimeError, match="sent no list of models: is the address right"),
+    ):
+        ServerWriter(url, "tiny").check()
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_a_token_of_the_hub_goes_to_no_server(tmp_path, monkeypatch, key):
+    """Neither one of the environment nor one that was saved; only a key that was given for the server."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN"):
+        monkeypatch.setenv(name, "hf_of_the_environment")
+    saved = tmp_path / "home" / "token"
+    saved.parent.mkdir()
+    saved.write_text("hf_saved")
+    monkeypatch.setenv("HF_HOME", str(saved.parent))
+    monkeypatch.setenv("HF_TOKEN_PATH", str(saved))
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(saved))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+    with chat_server(lambda body: reply("Yes.")) as (url, requests):
+        ServerWriter(url, "tiny").check()
+        ask(url, [CHAT], tmp_path / "a")
+    assert [path for path, _, _ in requests] == ["/v1/models", *["/v1/chat/completions"] * 2]
+    for _, headers, body in requests:
+        assert headers["Authorization"] == (f"Bearer {key}" if key else None)
+        assert "hf_" not in f"{headers}{body}"
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    name = "eagle3_hf.training.datagen.openai_client"
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "openai", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r'need the package openai.*pip install "eagle3-hf\[server\]"'):
+        importlib.import_module(name)
 
 
 def test_a_wrong_address():

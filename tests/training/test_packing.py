@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from eagle3_hf.training.data.collator import Eagle3DataCollator
 from eagle3_hf.training.data.encoding import count_tokens
-from eagle3_hf.training.data.packing import PackedDataset, fit_rows, join_chats, only_labels, pack_rows, token_lengths
+from eagle3_hf.training.data.packing import (
+    PackedDataset,
+    join_chats,
+    only_labels,
+    pack_examples,
+    plan_packing,
+    token_lengths,
+)
 from eagle3_hf.ttt.loss import IGNORE_INDEX, supervised_mask
 
 
@@ -26,21 +33,21 @@ def chats(lengths):
 
 @given(st.lists(st.integers(1, 70), max_size=60), st.integers(3, 50), st.integers(0, 3))
 def test_every_chat_is_in_one_row_and_no_row_overflows(lengths, packing_length, seed):
-    rows = fit_rows(lengths, packing_length, seed)
+    rows = plan_packing(lengths, packing_length, seed)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     filled = sorted(sum(min(lengths[i], packing_length) for i in row) for row in rows)
     assert all(0 < tokens <= packing_length for tokens in filled)
     # Best fit opens a row only where no other has room: the two emptiest could not have shared one.
     assert len(filled) < 2 or filled[0] + filled[1] > packing_length
-    assert rows == fit_rows(lengths, packing_length, seed)
+    assert rows == plan_packing(lengths, packing_length, seed)
 
 
 def test_rows_are_full_and_drawn_by_the_seed():
     draw = random.Random(0)
     lengths = [draw.randint(20, 400) for _ in range(2000)]
-    rows = fit_rows(lengths, 1024, seed=0)
+    rows = plan_packing(lengths, 1024, seed=0)
     assert sum(lengths) / (1024 * len(rows)) > 0.99
-    assert rows != fit_rows(lengths, 1024, seed=1)
+    assert rows != plan_packing(lengths, 1024, seed=1)
     # The order does not follow the lengths: any stretch of rows holds chats of all of them.
     first = [len(row) for row in rows[:20]]
     assert len(set(first)) > 1
@@ -92,7 +99,7 @@ def test_stored_features_pack_along_the_tokens():
     assert torch.equal(batch["last_hidden"][attended][:, 1], ids.float())
     assert torch.equal(batch["top1"][attended], ids)
     with pytest.raises(ValueError, match="example 1 .* no `features`"):
-        pack_rows([examples[0], chat(2)], 8)
+        pack_examples([examples[0], chat(2)], 8)
 
 
 @pytest.mark.parametrize("kind", ["list", "arrow"])
@@ -107,7 +114,7 @@ def test_packed_dataset(kind):
         assert packed[i]["input_ids"].tolist() == [token for j in group for token in examples[j]["input_ids"]]
     batch = Eagle3DataCollator(0)([packed[0], packed[1]])
     assert batch["position_ids"].shape == (2, 8)
-    assert torch.equal(count_tokens(packed.label_rows(), 600), count_tokens(dataset, 600))
+    assert torch.equal(count_tokens(packed.iter_labels(), 600), count_tokens(dataset, 600))
 
 
 def test_lengths_of_a_selection_of_an_arrow_table():
@@ -126,7 +133,7 @@ def test_chats_longer_than_a_row_are_cut_and_counted_once(caplog):
     assert "1 of them have no token to learn" in caplog.text
     assert (packed.num_cut, packed.num_dropped) == (2, 1)
     assert sorted(row["input_ids"].tolist() for row in rows) == [[0, 1, 2, 3, 4, 5, 6, 7], [100, 101, 102, 103]]
-    assert len(list(packed.label_rows())) == 2
+    assert len(list(packed.iter_labels())) == 2
     with pytest.raises(ValueError, match="no chat of 1 has a token to learn among its first 8 tokens"):
         PackedDataset(examples[2:], 8)
     with pytest.raises(ValueError, match="packing_length is 2"):
@@ -181,6 +188,6 @@ def test_stored_features_pack(tmp_path):
                 part = packed[i][name][start : start + len(rows[j]["input_ids"])]
                 assert torch.equal(part, stored[j][name])
             start += len(rows[j]["input_ids"])
-    assert torch.equal(count_tokens(packed.label_rows(), 400), count_tokens(rows, 400))
+    assert torch.equal(count_tokens(packed.iter_labels(), 400), count_tokens(rows, 400))
     batch = Eagle3DataCollator(0)([packed[0], packed[1]])
     assert batch["features"].shape[:2] == batch["position_ids"].shape == (2, 10)

@@ -165,11 +165,11 @@ def test_files_of_something_else_are_refused(tmp_path, uninterrupted):
     path.write_bytes(uninterrupted)
     other = [*PROMPTS[:4], {"messages": turns("Another?")}]
     cases = [
-        (other, SETTINGS, "answers prompt 4 with another prompt: go on with"),
+        (other, SETTINGS, "answers prompt 4 with another prompt: use the options of that run"),
         (
             PROMPTS,
             WritingSettings(model="other", max_new_tokens=10),
-            "answers prompt 0 with another model: go on with",
+            "answers prompt 0 with another model: use the options of that run",
         ),
         (PROMPTS[:3], SETTINGS, "answers prompt 3, which is not among the prompts"),
     ]
@@ -214,10 +214,10 @@ def test_prompts_in_every_shape(writer, tmp_path, row):
 
 def test_rows_without_questions(writer, tmp_path, caplog):
     assert regenerate([*PROMPTS, {"messages": []}], tmp_path / "a", writer) == 5
-    assert "1 of 6 rows have nothing to answer" in caplog.text
-    with pytest.raises(ValueError, match="1 of 1 rows have nothing to answer"):
+    assert "1 of 6 examples have nothing to answer" in caplog.text
+    with pytest.raises(ValueError, match="1 of 1 examples have nothing to answer"):
         Regeneration([{"messages": []}], tmp_path / "b", SETTINGS)
-    with pytest.raises(ValueError, match="rows of text have no questions"):
+    with pytest.raises(ValueError, match="examples of text have no questions"):
         Regeneration([{"text": "The sea."}], tmp_path / "b", SETTINGS)
     with pytest.raises(ValueError, match="part is"):
         Regeneration(PROMPTS, tmp_path / "b", SETTINGS, part=(2, 2))

@@ -51,7 +51,7 @@ def test_a_torn_file_makes_a_torn_checkpoint(run, tmp_path, name, left, warnings
     path.write_bytes(path.read_bytes()[: int(left * path.stat().st_size)])
     assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     assert len(warnings) == 1
-    assert f"checkpoint-6 is passed over: {name}" in warnings[0]
+    assert f"checkpoint-6 is skipped: {name}" in warnings[0]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json"])
@@ -67,9 +67,9 @@ def test_a_run_that_has_none(tmp_path, target, rows):
     (tmp_path / "out" / "checkpoint-x").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint-7").mkdir()
     assert last_whole_checkpoint(tmp_path / "out") is None
-    with pytest.raises(ValueError, match="no whole checkpoint to resume from in"):
+    with pytest.raises(ValueError, match="no complete checkpoint to resume from in"):
         trainer_for(target, rows, tmp_path).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match=r"checkpoint-7 is no whole checkpoint: trainer_state\.json is missing"):
+    with pytest.raises(ValueError, match=r"checkpoint-7 is not a complete checkpoint: trainer_state\.json is missing"):
         trainer_for(target, rows, tmp_path).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-7"))
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from support.chats import chat_tokenizer, tiny_target
-from eagle3_hf.training.nan_guard import _gradients
+from eagle3_hf.training.callbacks.nan_guard import local_gradients
 from support.training_runs import batches, new_draft, steps
 
 dist.init_process_group("gloo")
@@ -39,7 +39,7 @@ assert {type(p).__name__ for p in draft.parameters()} == {"DTensor"}
 optimizer = torch.optim.SGD(draft.parameters(), lr=0.1)
 draft(**trainer.draft_inputs(data), num_items_in_batch=count).loss.backward()
 assert all(p.grad.full_tensor().abs().sum() > 0 for p in draft.parameters())
-for gradient in _gradients(optimizer):
+for gradient in local_gradients(optimizer):
     gradient.masked_fill_(torch.tensor(True), 0)
 assert all(p.grad.full_tensor().abs().sum() == 0 for p in draft.parameters())
 assert places == [p.data_ptr() for p in target.parameters()]  # nobody touched the target

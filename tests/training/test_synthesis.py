@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle3_hf.training.data.encoding import prepare_dataset
-from eagle3_hf.training.datagen.local_writer import GreedyRows
+from eagle3_hf.training.datagen.local_writer import GreedySequences
 from eagle3_hf.training.datagen.synthesis import synthesize
 from support.chats import chat_tokenizer, tiny_target
 
@@ -139,7 +139,7 @@ def test_sampled_answers_only(target, tokenizer, tmp_path):
 
 def test_greedy_rows_leave_the_others_as_they_are():
     scores = torch.randn(3, 7)
-    out = GreedyRows(torch.tensor([True, False, True]))(torch.zeros(3, 1, dtype=torch.long), scores)
+    out = GreedySequences(torch.tensor([True, False, True]))(torch.zeros(3, 1, dtype=torch.long), scores)
     assert torch.equal(out[1], scores[1])
     for row in (0, 2):
         probs = out[row].softmax(-1)
@@ -170,7 +170,7 @@ def test_empty_user_turns_are_drawn_again(tokenizer, tmp_path):
 def test_a_target_without_user_turns(tokenizer, tmp_path):
     target = target_that_ends(tokenizer, 1000.0)
     path = tmp_path / "chats.jsonl"
-    with pytest.raises(RuntimeError, match="empty user turn 20 times.*seed phrases"):
+    with pytest.raises(RuntimeError, match="empty user turn 20 consecutive times.*seed phrases"):
         synthesize(target, tokenizer, path, 4, **SETTINGS)
     # A seed phrase alone is a user turn.
     synthesize(target, tokenizer, path, 4, seeds=["Write a poem."], **SETTINGS)

@@ -113,7 +113,7 @@ def own_features(target, layer_ids: list[int]) -> list[torch.Tensor]:
     return found
 
 
-def check(taught: dict, logits: torch.Tensor, tolerance: float = 1e-5, varied: bool = True) -> None:
+def assert_taught(taught: dict, logits: torch.Tensor, tolerance: float = 1e-5, varied: bool = True) -> None:
     expected = logits[:, DRAFT_IDS].softmax(-1)
     torch.testing.assert_close(taught["teacher_logits"].softmax(-1), expected, rtol=0, atol=tolerance)
     choices = logits.argmax(-1).tolist()
@@ -144,7 +144,7 @@ def stored(target) -> dict[str, torch.Tensor]:
 def test_online_teacher_is_the_targets_own_distribution(name, caplog):
     target = family(name)
     taught = teacher_of(target)(padded())
-    check(taught, own_words(target))
+    assert_taught(taught, own_words(target))
     for i, features in enumerate(own_features(target, LAYER_IDS)):
         bound = 1e-5 * max(1.0, float(features.abs().max()))
         torch.testing.assert_close(taught["features"][i, : LENGTHS[i]], features, rtol=1e-4, atol=bound)
@@ -155,7 +155,7 @@ def test_online_teacher_is_the_targets_own_distribution(name, caplog):
 def test_packed_documents_are_read_alone(name):
     target = family(name)
     taught = teacher_of(target)(packed())
-    check(taught, own_words(target))
+    assert_taught(taught, own_words(target))
     for (row, start), length, features in zip(PLACES, LENGTHS, own_features(target, LAYER_IDS), strict=True):
         there = taught["features"][row, start : start + length]
         torch.testing.assert_close(there, features, rtol=1e-4, atol=1e-5 * float(features.abs().max()))
@@ -167,7 +167,7 @@ def test_stored_teacher_is_the_targets_own_distribution(name):
     raw = target.get_output_embeddings()(stored(target)["last_hidden"])
     own = target(padded()["input_ids"], attention_mask=padded()["attention_mask"]).logits
     assert (name in PROCESSED) == (float((raw - own).detach().abs().max()) > 0.1)  # the test knows which are hard
-    check(teacher_of(target)(stored(target)), own_words(target))
+    assert_taught(teacher_of(target)(stored(target)), own_words(target))
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_every_family_in_every_way(name, caplog):
     target = tiny_or_skip(name)
     expected, teacher = own_words(target), teacher_of(target)
     for batch in (padded(), packed(), stored(target)):
-        check(teacher(batch), expected, varied=False)
+        assert_taught(teacher(batch), expected, varied=False)
     assert "cannot be run on the supervised tokens alone" not in caplog.text
 
 
@@ -256,9 +256,9 @@ def test_output_layers_of_every_kind_give_the_targets_words(kind, caplog):
     target = KINDS[kind]()
     expected = own_words(target)
     for batch in (padded(), packed()):
-        check(teacher_of(target)(batch), expected)
+        assert_taught(teacher_of(target)(batch), expected)
     if kind != "padded vocabulary":  # its raw layer cannot be read off by itself
-        check(teacher_of(target)(stored(target)), expected)
+        assert_taught(teacher_of(target)(stored(target)), expected)
     assert "cannot be run on the supervised tokens alone" not in caplog.text
 
 
@@ -278,8 +278,8 @@ def test_a_target_that_does_not_fit_runs_whole_and_says_so(caplog):
     target = headstrong()
     with caplog.at_level("WARNING", logger="transformers"):
         teacher = teacher_of(target)
-        check(teacher(padded()), own_words(target))
-        check(teacher(packed()), own_words(target))
+        assert_taught(teacher(padded()), own_words(target))
+        assert_taught(teacher(packed()), own_words(target))
     said = [record for record in caplog.records if "cannot be run on the supervised tokens alone" in record.message]
     assert len(said) == 1
     assert "LlamaForCausalLM" in said[0].message

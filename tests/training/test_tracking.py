@@ -43,7 +43,7 @@ def test_measuring_leaves_training_as_it_was(target, tokenizer, rows, tmp_path):
     """Neither weights, nor losses, nor modes know of it."""
     runs = []
     for measured in (False, True):
-        options = {"eval_dataset": rows, "eval_strategy": "steps", "eval_steps": 1, "row_share": 0.5}
+        options = {"eval_dataset": rows, "eval_strategy": "steps", "eval_steps": 1, "position_share": 0.5}
         trainer = trainer_for(target, rows, tmp_path, tokenizer, **options)
         if measured:
             trainer.add_callback(measuring(tokenizer))
@@ -108,7 +108,7 @@ def test_prompts_of_every_kind(tokenizer):
     assert ids.tolist() == prompt_ids(chat["messages"], tokenizer).tolist()
     assert prompt_ids([1, 2, 3]).tolist() == prompt_ids({"input_ids": torch.tensor([1, 2, 3])}).tolist() == [1, 2, 3]
     assert prompt_ids("The sea", tokenizer).tolist() == tokenizer("The sea")["input_ids"]
-    with pytest.raises(ValueError, match="prompts in words need a tokenizer"):
+    with pytest.raises(ValueError, match="prompts that are texts or chats need a tokenizer"):
         prompt_ids("The sea")
     with pytest.raises(ValueError, match="a chat without a user turn gives no prompt"):
         prompt_ids([{"role": "system", "content": "Be kind."}], tokenizer)

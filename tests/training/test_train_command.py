@@ -14,7 +14,7 @@ from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.cli import main
 from eagle3_hf.commands.train import parse
 from eagle3_hf.training.arguments import Eagle3TrainingArguments
-from eagle3_hf.training.run import make_head, row_prompt
+from eagle3_hf.training.run import make_head, prompt_of_example
 from eagle3_hf.training.targets.stored_features import StoredFeatures
 from eagle3_hf.training.trainer import Eagle3Trainer
 from support.chats import chat_tokenizer, tiny_target
@@ -121,11 +121,11 @@ def test_the_same_command_resumes(folder, tmp_path, monkeypatch):
 def test_features_and_training_from_them(folder, tmp_path, capsys, dtype):
     """The size is said first; two parts make one store; training from it equals training online, fp8 about."""
     data, store = str(folder / "chats.jsonl"), str(tmp_path / "store")
-    command = ["features", str(folder / "target"), data, store, "--store-dtype", dtype, "--shard-rows", "3", "--quiet"]
+    command = ["features", str(folder / "target"), data, store, "--store-dtype", dtype, "--shard-size", "3", "--quiet"]
     assert main([*command, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "10 chats, " in said
-    assert f"GB as {dtype}" in said
+    assert f"GB in {dtype}" in said
     assert not (tmp_path / "store").exists()
     assert main([*command, "--part", "1/2"]) == 0
     assert main([*command, "--part", "0/2"]) == 0
@@ -151,7 +151,7 @@ def test_adapters_on_a_published_head(folder, tmp_path, capsys):
     train = config(folder, tmp_path, train_data=data, output_dir=str(tmp_path / "lora"), head=str(tmp_path / "head"))
     assert main(["train", train, "--max_steps", "2", "--lora_r", "4"]) == 0
     out, whole = capsys.readouterr().out, tmp_path / "lora" / "merged"
-    assert f"the adapters are in {tmp_path / 'lora'}, and the head with them merged in" in out
+    assert f"the adapters are in {tmp_path / 'lora'}; the head with merged adapters" in out
     assert out.endswith(f"{bench} {whole} --tasks FOLDER\n")
     assert str(tmp_path) not in (tmp_path / "lora" / "README.md").read_text()
     published = Eagle3DraftModel.from_pretrained(tmp_path / "head")
@@ -178,7 +178,7 @@ def test_a_disk_that_fills_at_a_checkpoint(folder, tmp_path, monkeypatch, capsys
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert re.match("eagle3-hf train: the disk is full: .*No space left on device.*run the same command again", last)
     assert main(["train", train, "--tau_prompts", "0"]) == 0
-    assert f"goes on from {tmp_path / 'out' / 'checkpoint-'}" in capsys.readouterr().out
+    assert f"resumes from {tmp_path / 'out' / 'checkpoint-'}" in capsys.readouterr().out
 
 
 def test_a_head_whose_file_names_other_layers(folder, tmp_path):
@@ -223,7 +223,7 @@ def test_a_dry_run_says_what_would_be_done(folder, tmp_path, capsys):
     assert main(["train", train, "--dry_run"]) == 0
     assert not list((tmp_path / "out").glob("*.safetensors"))
     said = capsys.readouterr().out
-    assert "8 rows, 2 a step on 1 process(es), 6 steps of 3 levels, peak learning rate 0.002" in said
+    assert "8 sequences, 2 a step on 1 process(es), 6 steps of 3 levels, peak learning rate 0.002" in said
     assert "There are only" not in said
     assert "M trained; 0.00 GB with gradients and AdamW's moments" in said
 
@@ -235,9 +235,7 @@ def test_a_dry_run_warns_of_few_steps_and_shows_the_rate_of_the_width(folder, tm
     assert main(["train", *options, "--dry_run", "--max_length", "160"]) == 0
     said = capsys.readouterr().out
     assert "3 steps of 7 levels, peak learning rate 0.001" in said
-    assert (
-        "There are only 3 steps, of 8 rows of up to 160 tokens, many chats each; a new head learns little in" in said
-    )
+    assert "There are only 3 steps, with 8 sequences of up to 160 tokens with several chats each a step; a" in said
     assert "Lower per_device_train_batch_size or max_length, raise num_train_epochs, or train on more chats." in said
 
 
@@ -247,13 +245,13 @@ def test_a_run_of_another_head_is_not_gone_on_with(folder, tmp_path, capsys):
     train = config(folder, tmp_path, train_data=str(folder / "chats.jsonl"), output_dir=str(out))
     short = ["--max_steps", "2", "--eval_strategy", "no", "--tau_prompts", "0"]
     assert main(["train", train, *short]) == 0
-    assert "goes on from" not in capsys.readouterr().out
+    assert "resumes from" not in capsys.readouterr().out
     assert main(["train", train, *short, "--draft_vocab_size", "150"]) == 1
     assert f"{out / 'checkpoint-2'} is of a head with draft_vocab_size 200, and this run asks for 150" in (
         capsys.readouterr().err
     )
     assert main(["train", train, *short, "--max_steps", "3"]) == 0
-    assert f"goes on from {out / 'checkpoint-2'}; for a new run take another output_dir" in capsys.readouterr().out
+    assert f"resumes from {out / 'checkpoint-2'}; for a new run take another output_dir" in capsys.readouterr().out
 
 
 # ----- what is refused -----------------------------------------------------------------------------------------------
@@ -274,23 +272,23 @@ def test_options_and_files(folder, tmp_path):
 @pytest.mark.parametrize(
     ("lines", "extra", "message"),
     [
-        ("learnin_rate: 1", [], "learnin_rate is no option of eagle3-hf train; did you mean learning_rate?"),
-        ("- 1", [], "a list, not options by name"),
-        (None, [], "no such file; options begin with --"),
+        ("learnin_rate: 1", [], "learnin_rate is not an option of eagle3-hf train; did you mean learning_rate?"),
+        ("- 1", [], "expected options by name, found a list"),
+        (None, [], "there is no such file; options begin with --"),
         ("", ["--head_config", "{bad"], r"head_config is '{bad', not a JSON object such as .* \(Expecting"),
         ("", ["--chat_template_kwargs", "[1]"], r"chat_template_kwargs is \[1\], not a JSON object such as"),
-        ("", ["--head_config", '{"fc_bais": true}'], "head_config: fc_bais is no field of Eagle3DraftConfig"),
-        ("", ["--lora_r", "4"], "lora_r trains adapters on a head that exists: name it with head"),
+        ("", ["--head_config", '{"fc_bais": true}'], "head_config: fc_bais is not a field of Eagle3DraftConfig"),
+        ("", ["--lora_r", "4"], "lora_r trains adapters on an existing head: name that head with head"),
         (
             "",
             ["--head", "x", "--head_config", '{"fc_bias": true}'],
-            "head_config is of a new head, and head names one",
+            "head_config describes a new head, but head names an existing one",
         ),
         ("", BEST, "metric_for_best_model is eval_tau, but nothing measures it: set tau_prompts"),
         ("", ["--held_out", "10"], r"held_out is 10, but .* has 10 chats: hold fewer out \(--held_out 1\), or name"),
         ("empty", [], "empty.jsonl: there are no chats in it"),
         ("odd", [], "odd.jsonl: no known shape of training data has the columns frage"),
-        ("store", ["--last_turn_only"], "these rows are tokens already: set them where the chats are encoded"),
+        ("store", ["--last_turn_only"], "these examples are tokens already: set them where the chats are encoded"),
         ("", ["--loss_type", "kl", "--step_weights", "1"], "step_weights has 1 weights, but there are 7 steps"),
     ],
 )
@@ -312,7 +310,7 @@ def test_refusals(folder, tmp_path, capsys, lines, extra, message):
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["ttt_steps", "ttt_attention", "step_decay", "row_share"])
+@pytest.mark.parametrize("name", ["ttt_steps", "ttt_attention", "step_decay", "position_share"])
 def test_arguments_are_named_as_they_were_given(name, tmp_path):
     """Not by the names that the head's forward has for them."""
     with pytest.raises(ValueError, match=f"^{name} must be"):
@@ -379,12 +377,12 @@ def test_logs_come_often_and_evaluations_do_not(tmp_path):
 def test_a_part_that_is_none_is_refused(folder, tmp_path, capsys, part):
     with pytest.raises(SystemExit):
         main(["features", "m", "d", str(tmp_path), f"--part={part}"])
-    assert f"{part!r} is no part such as 0/4, ..., 3/4" in capsys.readouterr().err
+    assert f"{part!r} is not a part such as 0/4, ..., 3/4" in capsys.readouterr().err
 
 
 def test_the_prompt_of_a_row():
     ids = list(range(10, 22))
     labels = [-100] * 4 + [14, 15] + [-100] * 3 + [19, 20, 21]
     # The answer begins at 18: its first token is the target's own, and not a label.
-    assert row_prompt({"input_ids": ids, "labels": labels}).tolist() == ids[:8]
-    assert row_prompt({"input_ids": ids, "labels": [-100] * 6 + ids[6:]}).tolist() == ids[:5]
+    assert prompt_of_example({"input_ids": ids, "labels": labels}).tolist() == ids[:8]
+    assert prompt_of_example({"input_ids": ids, "labels": [-100] * 6 + ids[6:]}).tolist() == ids[:5]

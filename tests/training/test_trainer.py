@@ -35,7 +35,7 @@ from support.training_runs import (
 @pytest.fixture(scope="module")
 def stored(target, rows, tmp_path_factory) -> StoredFeatures:
     directory = tmp_path_factory.mktemp("features")
-    write_features(target, rows, directory, [0, 1, 2], dtype=torch.float32, shard_rows=3, progress=False)
+    write_features(target, rows, directory, [0, 1, 2], dtype=torch.float32, shard_size=3, progress=False)
     return StoredFeatures(directory)
 
 
@@ -83,7 +83,7 @@ def test_stores_of_fewer_bits_train_as_online_does(tokenizer, rows, tmp_path, dt
 
 
 def test_rows_held_out_of_a_store_are_for_evaluation(target, stored, tmp_path):
-    train, held = (StoredFeatures(stored.directory, rows=part) for part in (range(6), range(6, 8)))
+    train, held = (StoredFeatures(stored.directory, indices=part) for part in (range(6), range(6, 8)))
     trainer = trainer_for(target, train, tmp_path, eval_dataset=held, eval_strategy="steps", eval_steps=2)
     trainer.train()
     losses = history(trainer, "eval_loss")
@@ -106,7 +106,7 @@ def test_defaults_are_the_papers(tmp_path):
     args = Eagle3TrainingArguments(output_dir=str(tmp_path), report_to="none")
     assert (args.adam_beta1, args.adam_beta2) == (0.9, 0.95)
     assert (args.max_grad_norm, args.weight_decay) == (0.5, 0.0)
-    assert (args.ttt_steps, args.step_decay, args.row_share) == (7, 0.8, 1.0)
+    assert (args.ttt_steps, args.step_decay, args.position_share) == (7, 0.8, 1.0)
     assert "adamw" in str(args.optim).lower()
 
 
@@ -119,12 +119,12 @@ def test_the_optimizer_has_them(target, rows, tmp_path):
 
 def test_hf_argument_parser_reads_them(tmp_path):
     (args,) = HfArgumentParser(Eagle3TrainingArguments).parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--ttt_steps", "4", "--step_decay", "0.9", "--row_share", "0.33"]
+        ["--output_dir", str(tmp_path), "--ttt_steps", "4", "--step_decay", "0.9", "--position_share", "0.33"]
         + ["--max_length", "512", "--learning_rate", "1e-3", "--report_to", "none"]
         + ["--step_weights", "1", "0.7", "0.5", "0.3", "--loss_type", "kl", "--ttt_attention", "eager", "--packing"]
         + ["--checkpoint_ttt_steps", "--loss_chunk", "0", "--feature_loss_weight", "0.1", "--last_turn_only"]
     )
-    assert (args.ttt_steps, args.step_decay, args.row_share, args.max_length) == (4, 0.9, 0.33, 512)
+    assert (args.ttt_steps, args.step_decay, args.position_share, args.max_length) == (4, 0.9, 0.33, 512)
     assert (args.learning_rate, args.adam_beta2, args.remove_unused_columns) == (1e-3, 0.95, False)
     assert (args.packing, args.last_turn_only, args.mask_reasoning, args.freeze_embeddings) == (
         True,
@@ -134,7 +134,7 @@ def test_hf_argument_parser_reads_them(tmp_path):
     )
     settings = args.ttt_settings()
     assert settings == TTTSettings(4, 0.9, (1.0, 0.7, 0.5, 0.3), 0.33, "kl", 0.1, "eager", True, None)
-    assert args.ttt_settings(training=False) == replace(settings, row_share=1.0)
+    assert args.ttt_settings(training=False) == replace(settings, position_share=1.0)
 
 
 CHECKPOINTING = next(  # its name in later versions, and in earlier ones
@@ -146,13 +146,13 @@ CHECKPOINTING = next(  # its name in later versions, and in earlier ones
     ("field", "value", "message"),
     [
         ("ttt_steps", 0, "at least 1, got 0"),
-        ("row_share", 0.0, "above 0 and at most 1, got 0.0"),
-        ("row_share", 1.5, "got 1.5"),
+        ("position_share", 0.0, "above 0 and at most 1, got 0.0"),
+        ("position_share", 1.5, "got 1.5"),
         ("max_length", 2, "at least 3 .*, got 2"),
         ("loss_type", "mse", "loss_type must be one of"),
         ("step_weights", [1.0], "1 weights, but there are 3 steps"),
         (CHECKPOINTING, True, "for a head set checkpoint_ttt_steps"),
-        ("neftune_noise_alpha", 5.0, "a head's input is its target's"),
+        ("neftune_noise_alpha", 5.0, "a head gets its target's input"),
         ("label_smoothing_factor", 0.1, "a head learns its target's distribution"),
     ],
 )
@@ -316,7 +316,9 @@ def test_an_embedding_of_its_own_can_be_frozen(target, rows, tmp_path):
 
 def test_turns_of_rows_that_are_tokens_cannot_be_chosen_any_more(target, rows, stored, tmp_path):
     for data, option in ((rows, "last_turn_only"), (stored, "mask_reasoning")):
-        with pytest.raises(ValueError, match="these rows are tokens already: set them where the chats are encoded"):
+        with pytest.raises(
+            ValueError, match="these examples are tokens already: set them where the chats are encoded"
+        ):
             trainer_for(target, data, tmp_path, **{option: True})
 
 
@@ -372,11 +374,11 @@ def test_the_best_checkpoint_can_be_chosen_by_acceptance(target, rows, tmp_path)
 # ----- interruption --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row_share", [1.0, 0.15])
+@pytest.mark.parametrize("position_share", [1.0, 0.15])
 @pytest.mark.parametrize("source", ["online", "stored"])
-def test_interrupted_and_resumed_equals_uninterrupted(target, rows, stored, tmp_path, source, row_share):
+def test_interrupted_and_resumed_equals_uninterrupted(target, rows, stored, tmp_path, source, position_share):
     """Stopped in the middle of an epoch; a new process would build everything anew, and so does this."""
-    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "row_share": row_share}
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "position_share": position_share}
     options["per_device_train_batch_size"] = 2
     data = stored if source == "stored" else rows
     whole = trainer_for(target, data, tmp_path / "whole", **options)
@@ -419,7 +421,7 @@ def test_fewer_rows_train_on_other_rows_every_batch(target, rows, tmp_path):
     """The control of the test above: with another state of the generator the losses differ."""
     runs = []
     for seed in (1, 2):
-        trainer = trainer_for(target, rows, tmp_path, row_share=0.15, max_steps=1, per_device_train_batch_size=8)
+        trainer = trainer_for(target, rows, tmp_path, position_share=0.15, max_steps=1, per_device_train_batch_size=8)
         torch.manual_seed(seed)
         batch = trainer.data_collator(list(rows))
         trainer.model.train()
@@ -512,7 +514,9 @@ def test_data_without_anything_to_learn_is_refused_before_the_first_step(target,
     early = {"input_ids": list(range(9)), "labels": [0, 1] + [IGNORE_INDEX] * 7}
     good = {"input_ids": list(range(9)), "labels": [IGNORE_INDEX] * 6 + [6, 7, 8]}
     for data in ([empty] * 3, Dataset.from_list([early, empty, good]), [empty, early, good]):
-        with pytest.raises(ValueError, match=rf"{len(data) - (good in list(data))} of 3 rows have no token to learn"):
+        with pytest.raises(
+            ValueError, match=rf"{len(data) - (good in list(data))} of 3 examples have no token to learn"
+        ):
             trainer_for(target, data, tmp_path, tokenizer, draft=draft)
     only_users = [{"messages": [{"role": "user", "content": "The sea is wide."}]}] * 3
     with pytest.raises(ValueError, match="3 of 3 chats have no token to learn"):
@@ -523,7 +527,7 @@ def test_data_without_anything_to_learn_is_refused_before_the_first_step(target,
 def test_stored_rows_without_anything_to_learn_are_refused(target, tmp_path):
     rows = Dataset.from_list([{"input_ids": list(range(9)), "labels": [IGNORE_INDEX] * 9}] * 3)
     write_features(target, rows, tmp_path / "store", [0, 1, 2], progress=False)
-    with pytest.raises(ValueError, match="3 of 3 rows have no token to learn"):
+    with pytest.raises(ValueError, match="3 of 3 examples have no token to learn"):
         trainer_for(target, StoredFeatures(tmp_path / "store"), tmp_path)
 
 
@@ -544,7 +548,7 @@ def test_several_splits_to_train_on_are_refused(target, tokenizer, tmp_path):
 def test_chats_without_a_tokenizer_and_rows_without_labels_are_refused(target, tmp_path):
     with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
         trainer_for(target, chats(), tmp_path)
-    with pytest.raises(ValueError, match="rows with input_ids need labels too"):
+    with pytest.raises(ValueError, match="examples with input_ids need labels too"):
         trainer_for(target, [{"input_ids": [1, 2, 3, 4]}], tmp_path)
     with pytest.raises(ValueError, match="no train_dataset to build it from"):
         trainer_for(target, None, tmp_path)
@@ -684,7 +688,7 @@ def test_a_processor_lends_its_tokenizer_and_one_without_is_refused(target, toke
         with torch.no_grad():
             losses.append(float(trainer.model(**trainer.draft_inputs(batch)).loss))
     assert losses[0] == losses[1]
-    with pytest.raises(ValueError, match="Processor makes no tokens of text: pass the target's tokenizer"):
+    with pytest.raises(ValueError, match="Processor has no tokenizer for text: pass the target's tokenizer"):
         trainer_for(target, chats(), tmp_path, Processor(feature_extractor=None))
 
 

@@ -11,6 +11,7 @@ from transformers import DataCollatorForSeq2Seq, EarlyStoppingCallback, TrainerC
 
 from eagle3_hf import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from eagle3_hf.training.arguments import learning_rate_for
+from eagle3_hf.training.data.options import EncodingOptions
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
 from support.chats import chat_tokenizer
 from support.training_runs import arguments, assert_same_weights, chats, history, new_draft, trainer_for, weights
@@ -63,7 +64,7 @@ def test_chats_by_name_are_evaluated_as_they_are_trained_on(target, tokenizer, t
 def test_what_one_choice_encoded_is_no_data_for_another(target, tokenizer, tmp_path):
     data = trainer_for(target, chats(), tmp_path, tokenizer, last_turn_only=True).train_dataset
     trainer_for(target, data, tmp_path, tokenizer, last_turn_only=True)
-    with pytest.raises(ValueError, match="these rows are tokens already"):
+    with pytest.raises(ValueError, match="these examples are tokens already"):
         trainer_for(target, data, tmp_path, tokenizer, last_turn_only=True, mask_reasoning=True)
 
 
@@ -188,7 +189,7 @@ def test_a_checkpoint_with_all_its_steps_is_loaded_and_left_alone(target, rows, 
 
 def test_folders_that_cannot_be_resumed_from(target, rows, tmp_path):
     trainer = trainer_for(target, rows, tmp_path, save_strategy="steps", save_steps=2, save_only_model=True)
-    with pytest.raises(ValueError, match="nowhere, which is to be resumed from, is no folder"):
+    with pytest.raises(ValueError, match="nowhere, which is to be resumed from, is not a folder"):
         trainer.train(resume_from_checkpoint=tmp_path / "nowhere")
     trainer.train()
     for resumed in (True, str(Path(tmp_path) / "out" / "checkpoint-2")):
@@ -255,7 +256,7 @@ def test_transformers_own_arguments_are_refused(target, tmp_path):
         ("include_for_metrics", ["inputs"], "keeps no predictions"),
         ("batch_eval_metrics", True, "keeps no predictions"),
         ("label_names", ["answer"], "a head's labels are in the column labels alone"),
-        ("length_column_name", "tokens", "lengths are read off the rows"),
+        ("length_column_name", "tokens", "lengths are read from the examples"),
     ],
 )
 def test_switches_without_effect_are_refused(tmp_path, field, value, message):
@@ -295,8 +296,16 @@ def test_few_steps_are_warned_of_unless_they_were_asked_for(target, rows, tmp_pa
     assert "There are only" not in caplog.text
     with caplog.at_level(logging.WARNING):
         trainer_for(target, rows, tmp_path, max_steps=-1, num_train_epochs=1).train()
-    assert "There are only 2 steps, of 4 rows; a new head learns little in fewer than 500" in caplog.text
+    assert "There are only 2 steps, with 4 sequences a step; a new head learns little in fewer than 500" in caplog.text
 
 
 def test_the_default_is_to_derive_the_rate(tmp_path):
     assert Eagle3TrainingArguments(output_dir=str(tmp_path), report_to="none").learning_rate is None
+
+
+def test_the_options_of_encoding_are_those_of_the_run(tmp_path):
+    choices = {"max_length": 40, "last_turn_only": True, "mask_reasoning": True, "packing": True}
+    args = arguments(tmp_path, **choices, chat_template_kwargs='{"a": 1}', dataset_num_proc=2, seed=5)
+    expected = EncodingOptions(**choices, template_kwargs={"a": 1}, num_proc=2, seed=5)
+    assert args.encoding_options() == expected
+    assert arguments(tmp_path, **choices, seed=5, data_seed=7).encoding_options().seed == 7

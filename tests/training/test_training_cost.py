@@ -1,37 +1,26 @@
 """Memory and time of a training step are measured right, and the memory is what it is meant to be."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from eagle3_hf import Eagle3DraftModel
-from eagle3_hf.cli import main
-from eagle3_hf.evaluation.training_cost import (
-    PARTS,
-    Clock,
-    Steps,
-    eager_loss,
-    eager_teacher,
-    made_up_batch,
-    memory_table,
-    our_loss,
-    peak_bytes,
-    small_target,
-    stored,
-    time_table,
-)
 from eagle3_hf.ttt.settings import TTTSettings
+from support.examples import EXAMPLES, load_example
 
 
+cost = load_example("benchmarks/training_cost")
 CPU = torch.device("cpu")
 
 
-def steps_for(vocab_size: int, draft_vocab_size: int, hidden_size: int = 64, settings=TTTSettings()) -> Steps:  # noqa: B008
-    target = small_target(vocab_size, hidden_size)
+def steps_for(vocab_size: int, draft_vocab_size: int, hidden_size: int = 64, settings=TTTSettings()) -> cost.Steps:  # noqa: B008
+    target = cost.small_target(vocab_size, hidden_size)
     torch.manual_seed(1)
     ids = torch.randperm(vocab_size)[:draft_vocab_size]
-    return Steps(target, Eagle3DraftModel.from_target(target, draft_vocab=ids), settings, autocast=False)
+    return cost.Steps(target, Eagle3DraftModel.from_target(target, draft_vocab=ids), settings, autocast=False)
 
 
 # ----- the eager formulation -----------------------------------------------------------------------------------------
@@ -44,8 +33,10 @@ def test_the_eager_formulation_is_the_same_loss(document):
     batch = steps.batch(36, document)
     results = []
     for loss in (
-        our_loss(steps.draft, batch, steps.teacher(batch), steps.settings),
-        eager_loss(steps.draft, batch, eager_teacher(steps.target, steps.teacher.layer_ids, batch), steps.settings),
+        cost.our_loss(steps.draft, batch, steps.teacher(batch), steps.settings),
+        cost.eager_loss(
+            steps.draft, batch, cost.eager_teacher(steps.target, steps.teacher.layer_ids, batch), steps.settings
+        ),
     ):
         steps.draft.zero_grad()
         loss.backward()
@@ -55,7 +46,7 @@ def test_the_eager_formulation_is_the_same_loss(document):
 
 
 def test_made_up_rows_are_packed():
-    batch = made_up_batch(20, 10, 50)
+    batch = cost.made_up_batch(20, 10, 50)
     assert batch["position_ids"][0].tolist() == [*range(10)] * 2
     assert (batch["labels"] != -100)[0].tolist() == [*[False] * 3, *[True] * 7] * 2
 
@@ -70,20 +61,20 @@ def test_peak_bytes_are_those_held_at_once():
         second, third = torch.empty(3000, dtype=torch.float32), torch.empty(500, dtype=torch.float32)
         return second, third
 
-    assert 14_000 <= peak_bytes(run, CPU) <= 14_000 + 256
+    assert 14_000 <= cost.peak_bytes(run, CPU) <= 14_000 + 256
 
 
 def test_peak_bytes_see_what_a_kernel_holds_inside():
     """A log-sum-exp makes a copy of its input that no Python hook sees."""
     scores = torch.randn(50, 2000)
-    assert peak_bytes(lambda: scores.logsumexp(-1), CPU) >= scores.numel() * 4
+    assert cost.peak_bytes(lambda: scores.logsumexp(-1), CPU) >= scores.numel() * 4
 
 
 @pytest.fixture(scope="module")
 def peaks() -> dict[int, list[int]]:
     """T -> bytes of ours, of ours with checkpoints, of the eager formulation: a vocabulary large beside the width."""
     steps = steps_for(16_000, 1000, settings=TTTSettings(loss_chunk=64))
-    return {length: rest for length, *rest in memory_table(steps, [128, 256, 512], eager_up_to=256)}
+    return {length: rest for length, *rest in cost.memory_table(steps, [128, 256, 512], eager_up_to=256)}
 
 
 def test_memory_grows_with_the_length_and_not_its_square(peaks):
@@ -104,7 +95,7 @@ def test_lengths_beyond_the_limit_are_not_run_eagerly(peaks):
 
 def test_no_tensor_has_the_size_of_rows_by_rows():
     """Whatever the documents and rows: the largest allocation grows with the length alone."""
-    steps = steps_for(300, 64, settings=TTTSettings(num_steps=3, row_share=0.5, loss_chunk=64))
+    steps = steps_for(300, 64, settings=TTTSettings(num_steps=3, position_share=0.5, loss_chunk=64))
     sizes = []
     for length in (512, 1024):
         batch = steps.batch(length)
@@ -116,9 +107,9 @@ def test_no_tensor_has_the_size_of_rows_by_rows():
             largest = max(largest, tensor.untyped_storage().nbytes())
             return tensor
 
-        for settings in (steps.settings, replace(steps.settings, row_share=1.0)):
+        for settings in (steps.settings, replace(steps.settings, position_share=1.0)):
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                our_loss(steps.draft, batch, taught, settings).backward()
+                cost.our_loss(steps.draft, batch, taught, settings).backward()
         sizes.append(largest)
     assert sizes[1] < 2.2 * sizes[0]
 
@@ -128,7 +119,7 @@ def test_no_tensor_has_the_size_of_rows_by_rows():
 
 def test_a_clock_sums_its_parts():
     ticks = iter(range(100))
-    clock = Clock(CPU, lambda: float(next(ticks)))
+    clock = cost.Clock(CPU, lambda: float(next(ticks)))
     for _ in range(2):
         with clock.part("a"), clock.part("b"):
             pass
@@ -137,8 +128,8 @@ def test_a_clock_sums_its_parts():
 
 def test_every_form_is_timed_in_all_its_parts():
     steps = steps_for(300, 64, settings=TTTSettings(num_steps=2))
-    table = time_table(steps, 24, 12, repeats=1)
-    assert set(next(iter(table.values()))) == set(PARTS)
+    table = cost.time_table(steps, 24, 12, repeats=1)
+    assert set(next(iter(table.values()))) == set(cost.PARTS)
     for name, parts in table.items():
         for part, seconds in parts.items():
             assert (seconds > 0) == (part != "of it target" or name != "from stored features")
@@ -147,33 +138,58 @@ def test_every_form_is_timed_in_all_its_parts():
 def test_stored_features_replace_the_targets_run():
     steps = steps_for(300, 64)
     batch = steps.batch(12)
-    assert stored(steps.target, steps.teacher, batch)["features"].shape == (1, 12, 3 * 64)
+    assert cost.stored(steps.target, steps.teacher, batch)["features"].shape == (1, 12, 3 * 64)
 
 
-# ----- the command ---------------------------------------------------------------------------------------------------
+# ----- the script ----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_memory(capsys):
+def test_the_script_runs_on_its_own():
+    """As the documentation calls it, from the root of the repository."""
+    script = EXAMPLES / "benchmarks" / "training_cost.py"
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
+    assert "--eager-up-to" in done.stdout
+
+
+@pytest.mark.parametrize("place", [[], ["--device", "cpu", "--dtype", "bf16"]])
+def test_the_script_prints_memory(capsys, place):
     sizes = ["--vocab-size", "900", "--draft-vocab-size", "100", "--hidden-size", "64"]
-    assert main(["cost", *sizes, "--lengths", "16", "32", "--eager-up-to", "16", "--steps", "2"]) == 0
-    *_, first, second = capsys.readouterr().out.strip().splitlines()
+    assert cost.main([*sizes, "--lengths", "16", "32", "--eager-up-to", "16", "--steps", "2", *place]) == 0
+    out = capsys.readouterr().out
+    *_, first, second = out.strip().splitlines()
     assert [cell.strip() for cell in first.split("|")][1] == "16"
     assert second.count("-") == 2
+    assert f"cpu ({torch.get_num_threads()} threads), bfloat16" in out
 
 
-def test_the_command_prints_time(capsys, tmp_path):
-    small_target(400, 64).save_pretrained(tmp_path)
+def test_the_script_prints_time(capsys, tmp_path):
+    cost.small_target(400, 64).save_pretrained(tmp_path)
     arguments = ["--length", "24", "--document", "12", "--repeats", "1", "--steps", "2"]
-    assert main(["cost", str(tmp_path), *arguments, "--processor-time", "--draft-vocab-size", "50"]) == 0
+    assert cost.main([str(tmp_path), *arguments, "--processor-time", "--draft-vocab-size", "50"]) == 0
     out = capsys.readouterr().out
-    assert "24 tokens in texts of 12, 2 steps" in out
+    assert "24 tokens in documents of 12, 2 steps" in out
     assert "| from stored features |" in out
     assert "times as long" in out
-    assert main(["cost", str(tmp_path), *arguments]) == 0  # a draft vocabulary as large as the target's
-    assert main(["cost", str(tmp_path), "--document", "5"]) == 1
-    assert "--length 2048 is no multiple of --document 5" in capsys.readouterr().err
+    assert cost.main([str(tmp_path), *arguments]) == 0  # a draft vocabulary as large as the target's
 
 
-def test_the_command_refuses_a_length_that_holds_no_whole_documents(capsys):
-    assert main(["cost", "--length", "100", "--document", "30"]) == 1
-    assert "--length 100 is no multiple of --document 30" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--length", "100", "--document", "30"], "--length 100 is no multiple of --document 30"),
+        (["--document", "5"], "--length 2048 is no multiple of --document 5"),
+        (["--device-map", "auto"], "--device-map spreads MODEL, and none is named"),
+        (["--steps", "0"], "argument --steps"),
+    ],
+)
+def test_options_that_mean_nothing(words, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cost.main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path, capsys):
+    assert cost.main([str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("training_cost: ")
+    assert str(tmp_path) in said

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from eagle3_hf import Eagle3DraftModel, export_head
 from eagle3_hf.acceptance import SpeculationStats
 from eagle3_hf.training.data.encoding import Eagle3DataCollator
-from eagle3_hf.training.data.packing import pack_rows
+from eagle3_hf.training.data.packing import pack_examples
 from eagle3_hf.training.targets.feature_store import StoredFeatures, write_features
 from eagle3_hf.training.targets.teacher import Teacher
 from eagle3_hf.ttt.loss import IGNORE_INDEX, Supervision, supervised_mask
@@ -189,12 +189,12 @@ def batches(target, draft, texts: list[torch.Tensor], source: str, folder) -> li
     rows: Any = rows_of(texts)
     if "stored" in source:
         write_features(
-            target, rows, folder, draft.config.target_layer_ids, dtype=torch.float32, shard_rows=3, progress=False
+            target, rows, folder, draft.config.target_layer_ids, dtype=torch.float32, shard_size=3, progress=False
         )
         rows = [*StoredFeatures(folder)]
     collate = Eagle3DataCollator(pad_token_id=0)
     if "packed" in source:
-        return [collate(pack_rows(rows, sum(text.shape[1] for text in texts)))]
+        return [collate(pack_examples(rows, sum(text.shape[1] for text in texts)))]
     return [collate([row]) for row in rows]
 
 

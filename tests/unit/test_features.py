@@ -9,14 +9,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
 from eagle3_hf.decoding.target.runner import CACHE_KEY
-from eagle3_hf.model.features import (
-    FeatureReader,
-    call_at_home,
-    check_target,
-    decoder_blocks,
-    default_layer_ids,
-    num_target_layers,
-)
+from eagle3_hf.model.borrowed import call_on_module_device
+from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.model.target_check import check_target, default_layer_ids
+from eagle3_hf.model.target_modules import decoder_blocks, num_target_layers
 from support.families import FAMILIES, HIDDEN_SIZE, prompt, tiny
 from support.heads import new_head
 
@@ -174,6 +170,8 @@ def test_resized_target_fits_by_either_number():
     target.config.vocab_size = 340  # a padded embedding of which the config tells less
     new_head(vocab_size=352).check_target(target)
     new_head(vocab_size=340).check_target(target)
+    with pytest.raises(ValueError, match="345"):
+        new_head(vocab_size=345).check_target(target)
 
 
 def test_encoder_decoder_target_is_refused():
@@ -246,11 +244,11 @@ def test_check_target_is_what_the_model_uses(target):
 def test_calls_go_in_the_modules_own_dtype_and_come_back():
     head = nn.Linear(4, 3).to(torch.bfloat16)
     inputs = torch.randn(2, 4)
-    outputs = call_at_home(head)(inputs)
+    outputs = call_on_module_device(head)(inputs)
     assert torch.equal(outputs, head(inputs.bfloat16()))
     embed = nn.Embedding(5, 4).to(torch.bfloat16)
     ids = torch.tensor([[1, 4]])
-    assert torch.equal(call_at_home(embed)(ids), embed(ids))
+    assert torch.equal(call_on_module_device(embed)(ids), embed(ids))
 
 
 def test_modules_without_weights_here_are_called_as_they_are():
@@ -265,4 +263,4 @@ def test_modules_without_weights_here_are_called_as_they_are():
             return inputs * 2
 
     inputs = torch.randn(2, 4)
-    assert torch.equal(call_at_home(Packed())(inputs), inputs * 2)
+    assert torch.equal(call_on_module_device(Packed())(inputs), inputs * 2)

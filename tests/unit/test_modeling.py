@@ -95,6 +95,12 @@ def head_for(target, implementation: str = "sdpa", **overrides) -> Eagle3DraftMo
     return draft.bind(target)
 
 
+def test_learning_needs_what_the_target_says(target):
+    draft, ids = head_for(target), torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match="pass teacher_logits and teacher_in_vocab too"):
+        draft(ids, features_of(target, draft, ids), labels=ids)
+
+
 @torch.no_grad()
 def features_of(target, draft, ids: torch.Tensor) -> torch.Tensor:
     with FeatureReader(target, draft.config.target_layer_ids) as reader:
@@ -341,7 +347,7 @@ def test_sampled_rows_have_exactly_their_own_logits(target, overrides, monkeypat
     recorded.clear()
     rows = torch.tensor([[1, 4, 5, 9, 11], [0, 2, 3, 4, 10]])
     monkeypatch.setattr(Supervision, "sample_positions", lambda *args: rows)
-    sampled = draft.training_time_test(ids, features, supervision, TTTSettings(num_steps=4, row_share=0.4))
+    sampled = draft.training_time_test(ids, features, supervision, TTTSettings(num_steps=4, position_share=0.4))
     assert torch.equal(recorded[0], everything[0])
     for step in range(1, 4):
         all_rows = torch.arange(12).expand(2, -1)
@@ -391,7 +397,7 @@ def test_sampled_loss_has_the_expectation_of_the_whole(target):
     teacher = 3 * torch.randn(count, DRAFT_VOCAB)
     supervision = Supervision.build(mask, teacher, torch.ones(count, dtype=torch.bool))
     settings = TTTSettings(num_steps=3)
-    some = TTTSettings(num_steps=3, row_share=0.25)
+    some = TTTSettings(num_steps=3, position_share=0.25)
     exact = [float(step.loss_sum) for step in draft.training_time_test(ids, features, supervision, settings)]
     draws = torch.tensor(
         [
@@ -411,7 +417,8 @@ def test_the_whole_share_samples_nothing(target, monkeypatch):
     draft, ids = head_for(target), prompt(8)
     monkeypatch.setattr(Supervision, "sample_positions", None)  # would raise when called
     features = features_of(target, draft, ids)
-    draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), TTTSettings(num_steps=3))
+    settings = TTTSettings(num_steps=3)
+    assert len(draft.training_time_test(ids, features, all_supervised(ids, DRAFT_VOCAB), settings)) == 3
 
 
 # ----- the cache between rounds -------------------------------------------------------------------------------------

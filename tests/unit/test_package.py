@@ -16,17 +16,6 @@ import eagle3_hf
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYPROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-PUBLIC_NAMES = {
-    "DraftTree",
-    "Eagle3Candidate",
-    "Eagle3DraftConfig",
-    "Eagle3DraftModel",
-    "Eagle3Trainer",
-    "Eagle3TrainingArguments",
-    "disable",
-    "enable",
-    "enabled",
-}
 DEPENDENCIES = {"transformers", "torch", "peft", "accelerate", "safetensors", "huggingface-hub", "datasets"}
 
 
@@ -43,11 +32,48 @@ def toml_list(name: str) -> list[str]:
     return re.findall(r'^    "([^"]+)",$', body, re.MULTILINE)
 
 
-def test_public_names_are_there_and_listed():
-    assert set(eagle3_hf.__all__) >= PUBLIC_NAMES
-    assert set(dir(eagle3_hf)) >= PUBLIC_NAMES
+def test_public_names_are_there_and_documented():
+    table = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = {
+        name for row in re.findall(r"^\| (`.+) \|$", table, re.M) for name in re.findall(r"`([A-Za-z]\w+)`", row)
+    }
+    assert set(eagle3_hf.__all__) <= documented
+    assert set(eagle3_hf.__all__) <= set(dir(eagle3_hf))
     for name in eagle3_hf.__all__:
-        assert getattr(eagle3_hf, name) is not None
+        assert getattr(eagle3_hf, name).__doc__, name
+
+
+SNIPPET = """
+import eagle3_hf
+from eagle3_hf import *
+from eagle3_hf import Eagle3Trianer
+eagle3_hf.lod_chats
+Eagle3DraftConfig(hiden_size=64)
+reveal_type(Eagle3DraftConfig().head_dim)
+"""
+
+
+def test_type_checkers_see_every_public_name(tmp_path):
+    """With exact types, and errors where a name is misspelt."""
+    pytest.importorskip("mypy")
+    names = [f"reveal_type(eagle3_hf.{name})" for name in eagle3_hf.__all__]
+    file = tmp_path / "snippet.py"
+    file.write_text(SNIPPET + "\n".join(names), encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", str(file)]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    said = [line for line in result.stdout.splitlines() if "snippet.py:" in line]
+    errors = [line.partition("error: ")[2] for line in said if " error: " in line]
+    assert len(errors) == 3, result.stdout + result.stderr
+    assert errors[0].startswith('Module "eagle3_hf" has no attribute "Eagle3Trianer"')
+    assert errors[1].startswith('Module has no attribute "lod_chats"')
+    assert errors[2].startswith('Unexpected keyword argument "hiden_size" for "Eagle3DraftConfig"')
+    revealed = [line.partition("Revealed type is ")[2] for line in said if "Revealed" in line]
+    assert revealed[0] == '"int"'
+    assert len(revealed) == 1 + len(names)
+    for name, shown in zip(eagle3_hf.__all__, revealed[1:], strict=True):
+        assert shown.startswith(('"def (', '"Overload(')), (name, shown)
+        if isinstance(getattr(eagle3_hf, name), type):
+            assert re.search(rf"-> (\w+\.)*{name}\b", shown), (name, shown)
 
 
 def test_unknown_name_is_an_attribute_error():

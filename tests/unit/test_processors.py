@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from eagle3_hf.decoding.output.emitter import TokenEmitter
-from support.drafts import FOUR, MODES, NEW_TOKENS, SAMPLED, compare, new_draft, pair, set_tree, target_of
+from support.drafts import FOUR, MODES, NEW_TOKENS, SAMPLED, assert_same_as_plain, new_draft, pair, set_tree, target_of
 from support.families import FAMILIES, VOCAB_SIZE, prompt
 
 
@@ -29,6 +29,7 @@ class Remembering(LogitsProcessor):
         return scores + 3.0 * torch.sin(torch.arange(scores.shape[1]) * len(self.calls))
 
 
+@pytest.mark.pairwise
 @FOUR
 @MODES
 @pytest.mark.parametrize("tree", ["cpu", "chain"])
@@ -39,7 +40,7 @@ def test_processors_see_the_calls_of_vanilla(family, mode, tree):
         made.append(Remembering())
         return {"logits_processor": LogitsProcessorList([made[-1]])}
 
-    compare(*pair(family, tree), prompt(7), make=make, **mode)
+    assert_same_as_plain(*pair(family, tree), prompt(7), make=make, **mode)
     vanilla_calls, our_calls = (processor.calls for processor in made)
     assert our_calls == vanilla_calls, "one call for each token, with that token's own prefix"
 
@@ -97,7 +98,9 @@ class GeneratesInside(LogitsProcessor):
     [InPlace, OtherDtype, HalfPrecision, ChangingDtype, ShorterVocabulary, MovesTheGenerator, GeneratesInside],
 )
 def test_unusual_processors(mode, processor):
-    compare(*pair("llama"), prompt(7), make=lambda: {"logits_processor": LogitsProcessorList([processor()])}, **mode)
+    assert_same_as_plain(
+        *pair("llama"), prompt(7), make=lambda: {"logits_processor": LogitsProcessorList([processor()])}, **mode
+    )
 
 
 @MODES
@@ -125,18 +128,20 @@ def test_unusual_processors(mode, processor):
     ids=lambda kwargs: next(reversed(kwargs)),
 )
 def test_every_processor_of_generate(mode, kwargs):
-    compare(*pair("llama"), prompt(9), **kwargs, **mode)
+    assert_same_as_plain(*pair("llama"), prompt(9), **kwargs, **mode)
 
 
 def test_a_token_of_negative_bias_never_appears():
     target, draft = pair("llama")
     plain = target.generate(prompt(9), max_new_tokens=NEW_TOKENS)[0, 9:].tolist()
-    ours, _ = compare(target, draft, prompt(9), sequence_bias=[[[token], -100.0] for token in set(plain[:5])])
+    ours, _ = assert_same_as_plain(
+        target, draft, prompt(9), sequence_bias=[[[token], -100.0] for token in set(plain[:5])]
+    )
     assert not set(plain[:5]) & set(ours.ids[9:])
 
 
 def test_negative_prompt_of_guidance():
-    compare(*pair("llama"), prompt(9), guidance_scale=1.5, negative_prompt_ids=prompt(4, 8))
+    assert_same_as_plain(*pair("llama"), prompt(9), guidance_scale=1.5, negative_prompt_ids=prompt(4, 8))
 
 
 @MODES
@@ -153,7 +158,7 @@ def test_allowed_tokens_are_asked_with_real_prefixes_only(mode):
 
         return {"prefix_allowed_tokens_fn": allowed}
 
-    compare(*pair("llama"), prompt(7), make=make, **mode)
+    assert_same_as_plain(*pair("llama"), prompt(7), make=make, **mode)
     assert asked[1] == asked[0]
 
 
@@ -173,8 +178,8 @@ def test_choices_of_all_nodes_at_once(family, monkeypatch):
     assert torch.equal(target.generate(prompt(7), max_new_tokens=NEW_TOKENS, assistant_model=draft), vanilla)
     assert any(asked)
     asked.clear()
-    compare(target, draft, prompt(7))
-    compare(target, draft, prompt(7), **SAMPLED)
+    assert_same_as_plain(target, draft, prompt(7))
+    assert_same_as_plain(target, draft, prompt(7), **SAMPLED)
     assert not any(asked), "scores are wanted of each token, or a number is drawn for each"
 
 

@@ -12,7 +12,7 @@ from eagle3_hf.decoding import dispatch, loop
 from eagle3_hf.decoding.draft import candidate, sizing
 from eagle3_hf.decoding.draft.sizing import Acceptance, Costs, TreeSizer, ranks_on_path, sizes_within
 from eagle3_hf.model.tree_settings import TreeSettings
-from support.drafts import MODES, SAMPLED, Recorder, compare, new_draft, padded, set_tree, target_of
+from support.drafts import MODES, SAMPLED, Recorder, assert_same_as_plain, new_draft, padded, set_tree, target_of
 from support.families import prompt
 from support.families.others import tiny_or_skip
 
@@ -226,7 +226,7 @@ def test_whatever_sizes_the_text_is_the_same(family, lengths, mode, monkeypatch)
     monkeypatch.setattr(TreeSizer, "choose", anything)
     for seed in range(2):
         chosen.append(None)
-        compare(target, draft, padded(lengths), seed=seed, max_new_tokens=40, **mode)
+        assert_same_as_plain(target, draft, padded(lengths), seed=seed, max_new_tokens=40, **mode)
     assert len(set(chosen)) > 5
 
 
@@ -243,7 +243,7 @@ def test_a_call_that_decides_for_itself(lengths, mode, monkeypatch):
     monkeypatch.setattr(dispatch, "SpeculativeDecoding", partial(loop.SpeculativeDecoding, clock=lambda: seconds[-1]))
     try:
         for seed in range(2):
-            compare(target, draft, padded(lengths), seed=seed, max_new_tokens=60, accepts=False, **mode)
+            assert_same_as_plain(target, draft, padded(lengths), seed=seed, max_new_tokens=60, accepts=False, **mode)
     finally:
         for handle in handles:
             handle.remove()
@@ -311,7 +311,7 @@ def test_features_do_not_pile_up_in_a_pause(lengths, pause, mode, monkeypatch):
     monkeypatch.setattr(loop.SpeculativeDecoding, "_propose", count)
     monkeypatch.setattr(TreeSizer, "choose", pause_after_two_rounds)
     target, draft = auto(target_of("llama"))
-    ours, _ = compare(target, draft, padded(lengths), max_new_tokens=60, **mode)
+    ours, _ = assert_same_as_plain(target, draft, padded(lengths), max_new_tokens=60, **mode)
     assert len(waiting) > 30
     assert max(waiting[2:]) <= 8 + 4, "a round's tokens more than the bound at most"
     assert ours.out.speculation.mean_accepted > 0.3, "the draft has been fed all of the text"

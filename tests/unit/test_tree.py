@@ -161,7 +161,7 @@ def test_padding_sees_root_and_itself_and_is_seen_by_nobody():
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 0, 1]]
     assert tree.ancestors[0].int().tolist() == expected
     assert tree.max_depth == 2
-    with pytest.raises(IndexError, match="node 3 is not one of the 3 nodes of row 0"):
+    with pytest.raises(IndexError, match="node 3 is not one of the 3 nodes of tree 0"):
         tree.path(0, 3)
 
 

@@ -198,7 +198,7 @@ def test_a_share_of_the_rows_estimates_the_loss_of_all(draft, target):
     exact, _ = run(draft, target, batch)
     with torch.no_grad():
         taught = Teacher(target, draft.config.target_layer_ids, draft.draft_vocab_ids())(batch)
-        settings = TTTSettings(num_steps=4, row_share=0.2)
+        settings = TTTSettings(num_steps=4, position_share=0.2)
         draws = [draft(batch["input_ids"], labels=batch["labels"], settings=settings, **taught) for _ in range(200)]
     assert torch.equal(draws[0].step_losses[:1], exact.step_losses[:1])  # the first step always runs whole
     assert draws[0].step_counts[1] < exact.step_counts[1]

@@ -136,7 +136,7 @@ def test_sampled_rows_of_packed_chats(target, attention, checkpoint, monkeypatch
     batch = packed([parts[:3], parts[3:]], 33)
     rows = torch.stack([torch.randperm(33, generator=torch.Generator().manual_seed(s))[:12] for s in (1, 2)])
     monkeypatch.setattr(Supervision, "sample_positions", lambda *args: rows.sort(1).values)
-    settings = replace(PLAIN, row_share=12 / 33)
+    settings = replace(PLAIN, position_share=12 / 33)
     plain, expected = run(draft, batch, settings)
     everything, _ = run(draft, batch, PLAIN)
     assert plain.step_counts.tolist()[1:] < everything.step_counts.tolist()[1:]
@@ -152,7 +152,7 @@ def test_sampled_rows_of_packed_chats_expect_the_whole_loss(target):
     with torch.no_grad():
         exact = draft(**batch, settings=PLAIN).step_losses
         torch.manual_seed(0)
-        sampled = replace(TTTSettings(num_steps=4), row_share=0.3)
+        sampled = replace(TTTSettings(num_steps=4), position_share=0.3)
         draws = torch.stack([draft(**batch, settings=sampled).step_losses for _ in range(150)])
     error = draws[:, 1:].std(0) / len(draws) ** 0.5
     assert ((draws[:, 1:].mean(0) - exact[1:]).abs() < 3.5 * error).all()

@@ -114,7 +114,10 @@ def test_validate_names_the_problem(d2t, t2d, message):
 
 
 def test_zero_offsets_are_the_identity_of_a_full_vocabulary():
-    validate(torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool), 8, 8)
+    offsets, members = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool)
+    assert validate(offsets, members, 8, 8) is None, "accepted"
+    with pytest.raises(ValueError, match="d2t"):
+        validate(offsets, members.logical_not(), 8, 8)
 
 
 def test_zero_offsets_are_the_first_ids_where_the_mask_says_so():

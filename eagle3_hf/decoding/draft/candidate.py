@@ -8,7 +8,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ...model.attention import CachedAttention, DraftCache
 from ...model.modeling_eagle3 import Eagle3DraftModel
-from ...model.offload import home_of
+from ...model.offload import device_of_head
 from ...model.tree_settings import TreeSettings, draft_window, tree_settings
 from ...utils.logging import get_logger
 from ..coupling import Noise
@@ -64,7 +64,7 @@ class Eagle3Candidate(CandidateGenerator):
         draft._require_vocabulary("drafting")
         draft.check_target(target)
         self.draft = draft
-        self._device = home_of(draft)
+        self._device = device_of_head(draft)
         self.settings = settings or tree_settings(draft, target)
         self._start = start_position
         self._cache = DraftCache(draft.config.num_hidden_layers, draft_window(draft))
@@ -233,7 +233,7 @@ class Eagle3Candidate(CandidateGenerator):
         """Do nothing: the size of the trees is fixed in a call."""
 
     def _stock_features(self, hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
-        ids = self.draft.config.target_layer_ids
+        ids = self.draft.config.captured_layer_ids
         if ids[-1] == len(hidden_states) - 1:
             raise ValueError(
                 f"the head reads hidden_states[{ids[-1]}], the last one, which transformers' own loop only provides "

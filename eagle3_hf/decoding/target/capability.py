@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...model.features import virtual_tokens
+from ...model.target_modules import virtual_tokens
 from . import tree_attention
 
 

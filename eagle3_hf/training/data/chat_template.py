@@ -1,10 +1,8 @@
 """What a tokenizer's chat template puts around the turns of a chat, found by rendering, for any template.
 
-Nothing is searched for in the template's source and no generation markers are needed: an answer is what the template
-adds when the turn is rendered on top of its own prompt.
+The template's source is not searched and no generation markers are needed: an answer is what the template adds when
+the turn is rendered after its own prompt.
 """
-
-from __future__ import annotations
 
 import copy
 import re
@@ -18,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from .dropped_chats import OddChatError
 
 
-# Stands for a text whose surroundings we want to see in a template's output.
+# A text whose surroundings are looked for in a template's output.
 SENTINEL = "eagle3-sentinel"
 
-# Where chat APIs and templates keep the thoughts of an answer, apart from its content.
+# Keys under which chat APIs and templates keep the thoughts of an answer, apart from its content.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 # Tags that models put around their thoughts, for templates that do not show theirs.
@@ -35,8 +33,8 @@ KNOWN_TAGS = (
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
 
-# What templates raise about a chat they were not written for: on purpose, and by not foreseeing it.
-_REFUSALS = (TemplateError, TypeError, LookupError, AttributeError, ValueError, RecursionError)
+# What templates raise for a chat that they were not written for, on purpose or unintentionally.
+_REJECTIONS = (TemplateError, TypeError, LookupError, AttributeError, ValueError, RecursionError)
 
 _QUESTION = {"role": "user", "content": "Hello"}
 
@@ -47,8 +45,8 @@ class ChatTemplate:
     """What a tokenizer's chat template puts around a turn.
 
     Args:
-        tokenizer: with a `chat_template`.
-        template_kwargs: extra variables of the template, as serving passes them (`enable_thinking=False`, say).
+        tokenizer: a tokenizer with a `chat_template`.
+        template_kwargs: extra variables for the template, as serving passes them (`enable_thinking=False`, say).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -64,8 +62,8 @@ class ChatTemplate:
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self._closing = re.compile(rf"(?:\s|{self._special.pattern})*\Z")
 
-    def with_tools(self, tools: Sequence[Any] | None) -> ChatTemplate:
-        """The same template, told of these tools."""
+    def with_tools(self, tools: Sequence[Any] | None) -> "ChatTemplate":
+        """Return the same template with these tools."""
         if not tools:
             return self
         other = copy.copy(self)
@@ -73,15 +71,15 @@ class ChatTemplate:
         return other
 
     def has_special(self, text: str) -> bool:
-        """Whether the text holds one of the tokenizer's special tokens, as text that is rendered already does."""
+        """Whether the text contains a special token of the tokenizer, as text that is rendered already does."""
         return self._special.search(text) is not None
 
     @cached_property
     def reasoning(self) -> tuple[str, str, str] | None:
-        """The message key that the template reads thoughts from, and the tags it puts around them; else None.
+        """The message key that the template reads thoughts from, and the tags that it puts around them; else None.
 
-        Found by rendering an answer with thoughts: what is new before them is the opening tag (or the prompt ends with
-        it), what lies between them and the content the closing one.
+        They are found by rendering an answer with thoughts: the opening tag is what is new before the thoughts (or the
+        end of the prompt), and the closing tag is what lies between the thoughts and the content.
         """
         prompt = self.render([_QUESTION], generation_prompt=True)
         for key in REASONING_KEYS:
@@ -96,7 +94,7 @@ class ChatTemplate:
 
     @cached_property
     def reasoning_tags(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of tags to look for thoughts between: the template's own, else those that models are known to use."""
+        """Pairs of tags that enclose thoughts: the template's own, else those that models are known to use."""
         if self.reasoning is not None and all(self.reasoning[1:]):
             return (self.reasoning[1:],)
         return KNOWN_TAGS
@@ -108,7 +106,7 @@ class ChatTemplate:
             return ""
 
     def with_thoughts(self, message: Message) -> Message:
-        """An answer with its thoughts where the template looks for them: under its key, or in front of the content."""
+        """Put the thoughts of an answer where the template looks for them: under its key, or before the content."""
         thoughts = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
         if thoughts is None:
             return message
@@ -120,11 +118,11 @@ class ChatTemplate:
         return {**plain, "content": thoughts + str(message.get("content") or "")}
 
     def message(self, text: str) -> dict[str, Any]:
-        """What a target wrote behind its prompt as a message that the template can show again.
+        """Turn what a target wrote after its prompt into a message that the template can render again.
 
-        What the template itself writes in front of an answer (a space, the name of a channel) is left to it. Thoughts
-        stay in the content, just as they were written, unless the template would show them there as part of the
-        answer: then they go under its key for them.
+        What the template itself writes before an answer (a space, the name of a channel) is left to it. Thoughts stay
+        in the content, as they were written, unless the template would show them there as part of the answer: then
+        they go under its key for thoughts.
         """
         if self.reasoning is not None and not self._digests_thoughts:
             key, opening, closing = self.reasoning
@@ -135,7 +133,7 @@ class ChatTemplate:
 
     @cached_property
     def _frame(self) -> str:
-        """What the template writes between a prompt and the content of its answer; empty thoughts do not count."""
+        """What the template writes between a prompt and the content of its answer, except for empty thoughts."""
         prompt = self.render([_QUESTION], generation_prompt=True)
         answered = self._render_or_empty([_QUESTION, {"role": "assistant", "content": SENTINEL}])
         frame = answered.removeprefix(prompt).partition(SENTINEL)[0] if answered.startswith(prompt) else ""
@@ -143,7 +141,7 @@ class ChatTemplate:
 
     @cached_property
     def _digests_thoughts(self) -> bool:
-        """Whether the template finds thoughts in the content by itself, and writes nothing in front of them."""
+        """Whether the template finds thoughts in the content by itself, and writes nothing before them."""
         assert self.reasoning is not None
         _, opening, closing = self.reasoning
         answer = {"role": "assistant", "content": f"{opening}\n{SENTINEL}-thoughts\n{closing}\n\n{SENTINEL}"}
@@ -152,25 +150,30 @@ class ChatTemplate:
         return SENTINEL + "-thoughts" not in shown or shown.startswith((opening, SENTINEL))
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        """The template's text. ValueError with the template's own words where it refuses the messages."""
+        """Render messages.
+
+        Raises:
+            OddChatError: the template rejects the messages; its own words are in the error.
+        """
+        chat: Any = list(messages)
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation_prompt, **self.kwargs
+                chat, tokenize=False, add_generation_prompt=generation_prompt, **self.kwargs
             )
-        except _REFUSALS as error:
+        except _REJECTIONS as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise OddChatError(
-                f"the chat template refuses it ({str(error)[:80]})",
-                f"the chat template refuses the roles ({roles}): {error}",
+                f"the chat template rejects it ({str(error)[:80]})",
+                f"the chat template rejects the roles ({roles}): {error}",
             ) from error
         return str(text)
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of rendered text, which carries its special tokens already."""
+        """Return the ids of rendered text, which contains its special tokens already."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def user_turn(self) -> tuple[str, str]:
-        """Text before the content of a first user turn, and the mark that ends it (may be empty)."""
+        """Return the text before the content of a first user turn, and the mark that ends the turn (may be empty)."""
         text = self.render([{"role": "user", "content": SENTINEL}], generation_prompt=True)
         before, found, after = text.partition(SENTINEL)
         if not found:
@@ -179,19 +182,19 @@ class ChatTemplate:
         return before, mark.group() if mark else after.strip()
 
     def end_of_turn(self, history: Sequence[Message] = (_QUESTION,)) -> str:
-        """Text from the end of an answer's content to its end-of-turn token; empty if the template writes none."""
+        """Return the text from the end of an answer's content to its end-of-turn token; empty if there is none."""
         answer = {"role": "assistant", "content": SENTINEL}
         after = self.render([*history, answer], generation_prompt=False).rpartition(SENTINEL)[2]
         return self._split("", after)[1]
 
     def end_of_turn_id(self) -> int | None:
-        """Id of the token that ends an answer, None if the template writes none."""
+        """Return the id of the token that ends an answer, None if the template writes none."""
         # Up to the mark there may be whitespace; the mark is the last token.
         ids = self.tokenize(self.end_of_turn())
         return ids[-1] if ids else None
 
     def turn(self, messages: Sequence[Message], finished: bool = True) -> tuple[list[int], list[int]]:
-        """Ids of the prompt of the last message, and of the answer that it is, as serving produces them."""
+        """Return the ids of the prompt of the last message, and those of this answer, as serving produces them."""
         prompt = self.render(messages[:-1], generation_prompt=True)
         answer = self._answer(prompt, messages, finished)
         prompt_ids = self.tokenize(prompt)
@@ -221,7 +224,7 @@ class ChatTemplate:
         return body + end if finished else body
 
     def _without_empty_thoughts(self, text: str, start: int) -> str:
-        """Drop the empty block that some templates write before an answer without thoughts: no model wrote it."""
+        """Drop the empty block that some templates write before an answer without thoughts; no model wrote it."""
         inserted = text[:start].strip()
         for opening, closing in self.reasoning_tags:
             if inserted.startswith(opening) and inserted.endswith(closing):
@@ -230,7 +233,7 @@ class ChatTemplate:
         return text
 
     def _split(self, content: str, text: str) -> tuple[str, str]:
-        """Split an answer's text into body and the end up to the first special token behind it."""
+        """Split an answer's text into body and end, which reaches to the first special token after the body."""
         content_end = text.rfind(content) + len(content) if content else 0
         closing = self._closing.search(text)
         start = max(content_end, closing.start() if closing else len(text))
@@ -239,7 +242,7 @@ class ChatTemplate:
 
 
 def _without_opened_tag(prompt: str, content: str) -> str:
-    """Drop from an answer a tag (`<think>`) with which the generation prompt already ends."""
+    """Drop a tag (`<think>`) at the beginning of an answer if the generation prompt already ends with it."""
     opened = re.search(r"(<[^<>\s]+>)(\s*)\Z", prompt)
     if opened is None or not content.startswith(opened[1]):
         return content
@@ -247,6 +250,6 @@ def _without_opened_tag(prompt: str, content: str) -> str:
 
 
 def _last_tag(text: str) -> str:
-    """The tag (`<think>`) with which a text ends, if it does."""
+    """Return the tag (`<think>`) with which a text ends, else an empty text."""
     tag = re.search(r"([<\[][^<>\[\]\s]+[>\]])\s*\Z", text)
     return tag[1] if tag else ""

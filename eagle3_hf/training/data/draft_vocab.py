@@ -1,11 +1,9 @@
-"""The draft vocabulary of a dataset, kept on disk so that counting a large dataset happens once.
+"""The draft vocabulary of a dataset, kept on disk so that a large dataset is counted only once.
 
 A file's name is a hash of everything that the choice depends on: the dataset's fingerprint, the tokenizer's vocabulary
-and chat template, both sizes and the ids that are always in. Its content repeats that key and carries a checksum, so
-that a file which is damaged, or stands under another's name, is noticed and made anew.
+and chat template, both sizes and the ids that are always included. Its content repeats that key with a checksum, so
+that a damaged or renamed file is noticed and made anew.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -22,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...model.vocab import build_draft_vocab, coverage, tokenizer_hashes
 from ...utils.logging import get_logger
+from ..targets.stored_features import StoredFeatures
 from .encoding import as_tokenizer, count_tokens
 from .packing import PackedDataset, only_labels
 
@@ -38,18 +37,18 @@ def cached_draft_vocab(
     always: Iterable[int] = (),
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[Tensor, float]:
-    """Ascending target ids `(D,)` int64 of the tokens learnt most often, and the share of the targets they cover.
+    """Return the ascending target ids `(D,)` int64 of the tokens learnt most often, and the share that they cover.
 
-    The share is logged too. The result is read from the cache where the same dataset
-    was counted before for the same sizes; a dataset without a fingerprint (a list, say) is counted every time.
+    The share, of all supervised tokens, is logged too. The result is read from the cache if the same dataset was
+    counted before for the same sizes; a dataset without a fingerprint (a list, say) is counted every time.
 
     Args:
-        dataset: rows with `labels`: a `datasets.Dataset`, `StoredFeatures`, `PackedDataset`, or any list.
-        tokenizer: the target's, part of the key.
-        vocab_size: V of the target.
-        size: D.
-        always: ids that are in whatever their count.
-        cache_dir: default: `eagle3_draft_vocab` in the cache folder of `datasets`.
+        dataset: examples with `labels`: a `datasets.Dataset`, `StoredFeatures`, `PackedDataset`, or any list.
+        tokenizer: the target's tokenizer, which is a part of the key.
+        vocab_size: size V of the target's vocabulary.
+        size: size D of the draft vocabulary.
+        always: ids that are included whatever their count.
+        cache_dir: folder of the cache. Default: `eagle3_draft_vocab` in the cache folder of `datasets`.
 
     Raises:
         ValueError: see `build_draft_vocab`.
@@ -76,10 +75,10 @@ def cached_draft_vocab(
 
 
 def report_coverage(dataset: Any, ids: Tensor, vocab_size: int) -> float:
-    """Share of a dataset's supervised tokens in a vocabulary that a head brings along; logged, and returned.
+    """Log and return the share of a dataset's supervised tokens that the vocabulary of an existing head covers.
 
-    A head that is trained further keeps its vocabulary, for its output rows mean just those tokens. Where that covers
-    little of the new data, a new head is the better start, and a warning says so.
+    A head that is trained further keeps its vocabulary, since the rows of its output matrix belong to those tokens.
+    If that covers little of the new data, a new head is the better start, and a warning says so.
     """
     covered = coverage(count_tokens(only_labels(dataset), vocab_size), ids)
     level = logging.WARNING if covered < 0.9 else logging.INFO
@@ -95,15 +94,14 @@ def report_coverage(dataset: Any, ids: Tensor, vocab_size: int) -> float:
 
 
 def dataset_fingerprint(dataset: Any) -> str | None:
-    """What changes when the dataset does, found without reading it; None where nothing is known of it."""
+    """Return what changes when the dataset does, without reading it; None where nothing is known of it."""
     if isinstance(dataset, datasets.Dataset):
         return str(dataset._fingerprint)
-    if isinstance(dataset, PackedDataset):  # what is cut off or left out depends on the row's length
+    if isinstance(dataset, PackedDataset):  # the length decides what is cut off or left out
         inner = dataset_fingerprint(dataset.dataset)
         return None if inner is None else f"{inner}/{dataset.packing_length}"
-    index, rows = getattr(dataset, "index", None), getattr(dataset, "rows", None)
-    if isinstance(index, dict) and "data" in index and isinstance(rows, range):  # StoredFeatures
-        return f"{index['data']}/{rows}"
+    if isinstance(dataset, StoredFeatures) and isinstance(dataset.indices, range):
+        return f"{dataset.index['data']}/{dataset.indices}"
     return None
 
 
@@ -123,7 +121,7 @@ def _digest(value: Any) -> str:
 
 
 def _read(path: Path, key: dict[str, Any]) -> tuple[Tensor, float] | None:
-    """Ids and coverage of a cache file, None where there is none or it cannot be trusted (then a warning says why)."""
+    """Read ids and coverage from a cache file; None if there is none, or with a warning if it cannot be trusted."""
     if not path.exists():
         return None
     try:

@@ -1,43 +1,41 @@
-"""Chats that cannot be learnt from: why one is dropped, and how many were dropped for which reason."""
-
-from __future__ import annotations
+"""Chats that cannot be used for training: why one is dropped, and how many were dropped for which reason."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
-# Reasons that a report names, each with an example.
+# Number of reasons that a report names, each with an example.
 _SHOWN = 20
 
 
 class OddChatError(ValueError):
-    """One chat cannot be used. Its dataset can: the chat is dropped and counted under `reason`.
+    """One chat cannot be used, but its dataset can: the chat is dropped and counted under `reason`.
 
     Args:
-        reason: what chats with the same fault have in common; they are counted under these words.
-        detail: what is wrong with this one; `None` where the reason says it all.
+        reason: what chats with the same problem have in common; they are counted under these words.
+        detail: what is wrong with this chat; `None` if the reason says it all.
     """
 
     def __init__(self, reason: str, detail: str | None = None) -> None:
         super().__init__(_printable(detail or reason))
         self.reason = _printable(reason)
 
-    def __reduce__(self) -> tuple[type[OddChatError], tuple[str, str]]:  # datasets sends it between processes
+    def __reduce__(self) -> "tuple[type[OddChatError], tuple[str, str]]":  # datasets sends it between processes
         return OddChatError, (self.reason, str(self))
 
 
 def _printable(text: str) -> str:
-    """The text with halves of characters spelt out: what quotes a broken chat must not be broken too."""
+    """Escape halves of characters, so that a message which quotes a broken chat can be printed."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass
 class DroppedChats:
-    """How many chats were dropped for which reason, each with its first example.
+    """Number of dropped chats by reason, each with its first example.
 
     Attributes:
-        counts: chats by reason.
-        examples: number of the first chat with this reason (from 0, as `show-mask --first` takes it), and what is
+        counts: number of chats by reason.
+        examples: index of the first chat with this reason (from 0, as `show-mask --first` takes it), and what is
             wrong with it.
     """
 
@@ -53,7 +51,7 @@ class DroppedChats:
         return sum(self.counts.values())
 
     def __str__(self) -> str:
-        """A line for every reason, the most frequent first."""
+        """Return a line for every reason, the most frequent first."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:

@@ -1,6 +1,4 @@
-"""Training data made ready: any known shape, from anywhere, to ids and labels, counted, with what is empty dropped."""
-
-from __future__ import annotations
+"""Encoding of training data: chats of any known shape become ids and labels; empty ones are counted and dropped."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,32 +19,33 @@ from .dropped_chats import DroppedChats, OddChatError
 from .formats import Example, read_example, recognise
 from .loss_masks import Encoded, encode_example, render_mask
 from .loss_masks import encode_chat as encode_chat
+from .options import EncodingOptions
 from .sources import Source, load_chats
 from .turns import learnt
 
 
 logger = get_logger(__name__)
 
-# `datasets` keeps what it encoded, under a hash of the arguments and not of our code: to be raised with every change
-# of the ids or labels that a chat becomes.
+# `datasets` caches what it encoded under a hash of the arguments and not of our code: raise this number with every
+# change of the ids or labels that a chat becomes.
 ENCODING = 2
 
-# What a row knows about itself between encoding and dropping.
+# Columns of an encoded example that are removed once empty examples are dropped.
 _COUNTS = ("length", "targets", "hidden")
 _NOTES = ("reason", "problem", *_COUNTS)
 
 
 @dataclass(frozen=True)
 class MaskSummary:
-    """What encoding made of a dataset.
+    """Counts of an encoded dataset.
 
     Attributes:
-        chats: rows encoded.
-        empty: rows without a token to learn.
-        cut: rows longer than `max_length`.
-        tokens, targets: tokens kept, and those of them that are learnt.
-        longest: tokens of the longest row before it was cut.
-        hidden: tokens that only `mask_reasoning` keeps from being learnt.
+        chats: number of encoded chats.
+        empty: number of chats without a token to learn.
+        cut: number of chats longer than `max_length`.
+        tokens, targets: number of tokens that are kept, and of those that are learnt.
+        longest: number of tokens of the longest chat before it was cut.
+        hidden: number of tokens that are not learnt only because of `mask_reasoning`.
     """
 
     chats: int
@@ -58,8 +57,8 @@ class MaskSummary:
     hidden: int
 
     @classmethod
-    def of(cls, encoded: Dataset, max_length: int | None) -> MaskSummary:
-        """The summary of what `encode_dataset` returned."""
+    def of(cls, encoded: Dataset, max_length: int | None) -> "MaskSummary":
+        """Summarise what `encode_dataset` returned."""
         length, targets, hidden = (
             np.asarray(encoded[name], dtype=np.int64) for name in ("length", "targets", "hidden")
         )
@@ -76,7 +75,7 @@ class MaskSummary:
 
     @property
     def targets_everywhere(self) -> bool:
-        """Whether all is to be learnt that can be: all but two tokens of every row."""
+        """Whether everything is to be learnt that can be: all but two tokens of every example."""
         return self.targets > 0 and self.targets == self.tokens - 2 * self.chats
 
     def __str__(self) -> str:
@@ -100,80 +99,85 @@ def prepare_dataset(
     mask_reasoning: bool = False,
     max_empty_share: float = 0.5,
 ) -> Dataset:
-    """Encode training data of any known shape, and drop the rows without a supervised token.
+    """Encode training data of any known shape, and drop the chats without a supervised token.
 
     Args:
         chats: whatever `load_chats` takes. `finished` (default True) tells whether a chat's last answer has an end;
-            `tools`, where a row has them, go to the chat template.
-        tokenizer: the target's, or a processor that holds it.
-        max_length: tokens to keep of each chat; None keeps all.
-        num_proc: processes to encode with.
+            `tools`, where a chat has them, go to the chat template.
+        tokenizer: the target's tokenizer, or a processor that holds it.
+        max_length: tokens kept of each chat; None keeps all.
+        num_proc: number of processes that encode.
         template_kwargs: extra variables for the chat template (`{"enable_thinking": False}`), as serving passes them.
         split: see `load_chats`.
         last_turn_only: learn from the last answer of each chat only.
         mask_reasoning: do not learn thoughts, nor the tags around them.
-        max_empty_share: share of rows without a token to learn above which this is an error.
+        max_empty_share: share of chats without a token to learn above which this is an error.
 
     Returns:
         A dataset with the columns `input_ids` and `labels`, as `encode_chat` makes them.
 
     Raises:
-        ValueError: unknown columns, or too many rows have nothing to learn; shows one of them with its mask.
+        ValueError: the columns are unknown, or too many chats have nothing to learn; one of them is shown with its
+            mask.
     """
+    options = EncodingOptions(
+        max_length=max_length,
+        template_kwargs=template_kwargs,
+        last_turn_only=last_turn_only,
+        mask_reasoning=mask_reasoning,
+        num_proc=num_proc,
+    )
+    return prepare_chats(load_chats(chats, split=split), tokenizer, options, max_empty_share)
+
+
+def prepare_chats(
+    chats: Dataset, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, max_empty_share: float = 0.5
+) -> Dataset:
+    """Do what `prepare_dataset` does, for chats that are loaded already and with its options in one object."""
     tokenizer = as_tokenizer(tokenizer)
-    chats = load_chats(chats, split=split)
-    options = {"max_length": max_length, "last_turn_only": last_turn_only, "mask_reasoning": mask_reasoning}
-    encoded = encode_dataset(chats, tokenizer, num_proc=num_proc, template_kwargs=template_kwargs, **options)
-    summary = MaskSummary.of(encoded, max_length)
+    encoded = encode_dataset(chats, tokenizer, options)
+    summary = MaskSummary.of(encoded, options.max_length)
     logger.info("Training data: %s.", summary)
     if summary.empty:
-        _report_empty(dropped_chats(encoded, tokenizer), summary, max_length, max_empty_share)
+        _report_empty(dropped_chats(encoded, tokenizer), summary, options.max_length, max_empty_share)
     if summary.cut:
-        logger.warning("%d of %d chats are longer than max_length (%s); cut.", summary.cut, summary.chats, max_length)
-    if mask_reasoning and not summary.hidden:
+        logger.warning(
+            "%d of %d chats are longer than max_length (%s); cut.", summary.cut, summary.chats, options.max_length
+        )
+    if options.mask_reasoning and not summary.hidden:
         logger.warning("mask_reasoning found no thoughts in %d chats: are they in the data at all?", summary.chats)
     kept = np.flatnonzero(np.asarray(encoded["targets"]))
-    rows = encoded if len(kept) == len(encoded) else encoded.select(kept)
-    return rows.remove_columns(list(_NOTES))
+    examples = encoded if len(kept) == len(encoded) else encoded.select(kept)
+    return examples.remove_columns(list(_NOTES))
 
 
-def encode_dataset(
-    chats: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int | None,
-    num_proc: int | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    last_turn_only: bool = False,
-    mask_reasoning: bool = False,
-) -> Dataset:
-    """Every row encoded, the empty ones too: `input_ids`, `labels`, and notes.
+def encode_dataset(chats: Dataset, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> Dataset:
+    """Encode every chat, also those with nothing to learn, to `input_ids`, `labels`, and notes.
 
-    The notes are `reason` (why there is nothing to learn in a row, else empty), `problem` (what exactly, where the row
-    could not be encoded), `length` (tokens before cutting), `targets` and `hidden`. A row that cannot be encoded is
-    empty; only rows that are tokens already raise. `DroppedChats` of the reasons: `dropped_chats`.
+    The notes are `reason` (why a chat has nothing to learn, else empty), `problem` (what exactly, where it could not
+    be encoded), `length` (tokens before cutting), `targets` and `hidden`. A chat that cannot be encoded becomes an
+    empty example; only examples that are tokens already raise. `dropped_chats` counts the reasons.
     """
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length is {max_length}; it must be at least 1, or None for no limit")
     tokenizer = as_tokenizer(tokenizer)
     shapes = recognise(chats.column_names)
-    if not shapes & {"turns", "questions"} and (last_turn_only or mask_reasoning):
-        asked = "last_turn_only" if last_turn_only else "mask_reasoning"
+    if not shapes & {"turns", "questions"} and any(options.choice):
+        asked = "last_turn_only" if options.last_turn_only else "mask_reasoning"
         (shape,) = shapes
-        raise ValueError(f"{asked} needs turns, but these rows are {shape}: pass chats, or mask the labels yourself")
-    kwargs: dict[str, Any] = {"max_length": max_length, "encoding": ENCODING}
+        raise ValueError(
+            f"{asked} needs turns, but these examples are {shape}: pass chats, or mask the labels yourself"
+        )
+    kwargs: dict[str, Any] = {"options": options.of_a_chat(), "encoding": ENCODING}
     encode: Any = _take_tokens
     if "tokens" not in shapes:
-        template = ChatTemplate(tokenizer, template_kwargs) if tokenizer.chat_template else None
+        template = ChatTemplate(tokenizer, options.template_kwargs) if tokenizer.chat_template else None
         _check_template(template, shapes)
-        encode = _encode_row
+        encode = _encode_chat
         kwargs |= {"tokenizer": tokenizer, "template": template}
-        kwargs |= {"last_turn_only": last_turn_only, "mask_reasoning": mask_reasoning}
     encoded = chats.map(
-        encode, fn_kwargs=kwargs, remove_columns=chats.column_names, num_proc=num_proc, desc="Encoding chats"
+        encode, fn_kwargs=kwargs, remove_columns=chats.column_names, num_proc=options.num_proc, desc="Encoding chats"
     )
-    if "tokens" in shapes and MaskSummary.of(encoded, max_length).targets_everywhere:
-        logger.warning("Every token of every row is to be learnt: do the labels leave out the prompts (-100)?")
+    if "tokens" in shapes and MaskSummary.of(encoded, options.max_length).targets_everywhere:
+        logger.warning("Every token of every example is to be learnt: do the labels leave out the prompts (-100)?")
     return encoded
 
 
@@ -185,28 +189,26 @@ def _check_template(template: ChatTemplate | None, shapes: frozenset[str]) -> No
         logger.warning("The chat template writes no end-of-turn token: the head cannot learn where answers end.")
 
 
-def _encode_row(
-    row: Mapping[str, Any],
+def _encode_chat(
+    chat: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     template: ChatTemplate | None,
-    max_length: int | None,
-    last_turn_only: bool,
-    mask_reasoning: bool,
+    options: EncodingOptions,
     encoding: int,
 ) -> dict[str, Any]:
     try:
-        example = read_example(row)
-        encoded = encode_example(tokenizer, template, example, last_turn_only, mask_reasoning)
+        example = read_example(chat)
+        encoded = encode_example(tokenizer, template, example, options)
     except (ValueError, RecursionError) as error:
         # One odd chat among many must not end the run; that it was dropped, and why, is reported.
         odd = error if isinstance(error, OddChatError) else OddChatError("it cannot be encoded", str(error))
         return _noted([], [], None, reason=odd.reason, problem=str(odd))
-    noted = _noted(encoded.input_ids, encoded.labels, max_length, hidden=encoded.hidden)
-    return noted if noted["targets"] else {**noted, "reason": _why_empty(example, encoded, max_length)}
+    noted = _noted(encoded.input_ids, encoded.labels, options.max_length, hidden=encoded.hidden)
+    return noted if noted["targets"] else {**noted, "reason": _why_empty(example, encoded, options.max_length)}
 
 
 def _why_empty(example: Example, encoded: Encoded, max_length: int | None) -> str:
-    """What an encoded example without a token to learn has in common with others."""
+    """Say why an encoded example has no token to learn, in words that fit other examples too."""
     answers = [turn for i, turn in enumerate(example.messages) if turn["role"] == "assistant" and i > 0]
     if any(label != IGNORE_INDEX for label in encoded.labels[2:]):
         return f"cut before the first token to learn (max_length {max_length})"
@@ -223,16 +225,16 @@ def _why_empty(example: Example, encoded: Encoded, max_length: int | None) -> st
     return "answers of one token without an end, or rewritten by the chat template"
 
 
-def _take_tokens(row: Mapping[str, Any], max_length: int | None, encoding: int) -> dict[str, Any]:
-    ids, labels = row["input_ids"], row["labels"]
+def _take_tokens(example: Mapping[str, Any], options: EncodingOptions, encoding: int) -> dict[str, Any]:
+    ids, labels = example["input_ids"], example["labels"]
     if ids is None or labels is None:
-        raise ValueError(f"a row has no {'input_ids' if ids is None else 'labels'}, but other rows are tokens")
+        raise ValueError(f"an example has no {'input_ids' if ids is None else 'labels'}, but others are tokens")
     if len(ids) != len(labels):
         raise ValueError(f"a chat has {len(ids)} input_ids, but {len(labels)} labels")
     for j, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORE_INDEX, token):
             raise ValueError(f"labels[{j}] is {label}, but input_ids[{j}] is {token}; labels are not to be shifted")
-    noted = _noted(ids, labels, max_length)
+    noted = _noted(ids, labels, options.max_length)
     return noted if noted["targets"] else {**noted, "reason": "no label but -100 from the third on"}
 
 
@@ -240,19 +242,19 @@ def _noted(
     ids: list[int], labels: list[int], max_length: int | None, reason: str = "", problem: str = "", hidden: int = 0
 ) -> dict[str, Any]:
     targets = sum(label != IGNORE_INDEX for label in labels[2:max_length])
-    row = {"input_ids": ids[:max_length], "labels": labels[:max_length], "reason": reason, "problem": problem}
-    return {**row, "length": len(ids), "targets": targets, "hidden": hidden}
+    example = {"input_ids": ids[:max_length], "labels": labels[:max_length], "reason": reason, "problem": problem}
+    return {**example, "length": len(ids), "targets": targets, "hidden": hidden}
 
 
 def dropped_chats(encoded: Dataset, tokenizer: PreTrainedTokenizerBase) -> DroppedChats:
-    """Why rows of what `encode_dataset` returned have nothing to learn; the examples show their masks."""
+    """Count why chats of `encode_dataset` have nothing to learn, with the mask of one chat for each reason."""
     dropped = DroppedChats()
     empty = np.flatnonzero(np.asarray(encoded["targets"]) == 0)
     for number, reason in zip(empty.tolist(), encoded.select(empty)["reason"], strict=True):
         dropped.add(number, reason)
     for reason, (number, _) in dropped.examples.items():
-        row = encoded[number]
-        shown = row["problem"] or render_mask(tokenizer, row)[-1000:] or "(no tokens)"
+        example = encoded[number]
+        shown = example["problem"] or render_mask(tokenizer, example)[-1000:] or "(no tokens)"
         dropped.examples[reason] = (number, shown)
     return dropped
 
@@ -268,7 +270,7 @@ def _report_empty(dropped: DroppedChats, summary: MaskSummary, max_length: int |
 
 
 def as_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer itself: that of a processor (of a target that also sees) comes with the processor's template.
+    """Return the tokenizer itself; that of a multimodal processor comes with the processor's chat template.
 
     Raises:
         ValueError: there is none, as in a processor of images or sounds alone.
@@ -277,7 +279,7 @@ def as_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
         return processor
     tokenizer = getattr(processor, "tokenizer", None)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(f"{type(processor).__name__} makes no tokens of text: pass the target's tokenizer")
+        raise ValueError(f"{type(processor).__name__} has no tokenizer for text: pass the target's tokenizer")
     template = getattr(processor, "chat_template", None)
     if template and not tokenizer.chat_template:
         tokenizer = copy.copy(tokenizer)
@@ -286,7 +288,7 @@ def as_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
 
 
 def count_tokens(dataset: Iterable[Mapping[str, Any]], vocab_size: int) -> Tensor:
-    """`(V,)` int64: how often each token is a supervised target in a dataset with a `labels` column."""
+    """Count `(V,)` int64 how often each token is a supervised target in a dataset with a `labels` column."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for labels in _label_batches(dataset):
         targets = labels[labels != IGNORE_INDEX]
@@ -309,7 +311,7 @@ def _label_batches(dataset: Iterable[Mapping[str, Any]]) -> Iterator[np.ndarray]
 def special_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> list[int]:
-    """Ascending ids that a draft vocabulary must contain: special tokens, every end of turn and end of sequence."""
+    """Return the ids that a draft vocabulary must contain, ascending: special tokens, ends of turn and of sequence."""
     tokenizer = as_tokenizer(tokenizer)
     ids: set[int | None] = set(tokenizer.all_special_ids)
     if tokenizer.chat_template:

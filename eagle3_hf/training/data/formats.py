@@ -1,11 +1,9 @@
-"""The shapes that training data comes in, told apart by their columns, and what each means as a chat.
+"""The shapes of training data, which their columns tell apart, and how each becomes a chat.
 
-Whatever the shape, a row becomes one of three things: `messages` (roles and contents, to be put through the chat
-template), text (a prompt that may be empty, and what follows it, served without a template), or tokens. A row's shape
-is told by the columns that it fills, for a file may mix shapes.
+Whatever the shape, an example becomes one of three things: `messages` (roles and contents, to be put through the chat
+template), text (a prompt that may be empty, and what follows it, served without a template), or tokens. The columns
+that an example fills tell its shape, since a file may mix shapes.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +15,7 @@ from .records import decoded, plain_name
 from .turns import Message, message, parse_json, read_tools, read_turns
 
 
-# Columns with the turns of a chat, in the order in which they are looked at: the first that has any is the chat.
+# Columns with the turns of a chat, in the order of their precedence: the first that has any is the chat.
 _TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
 
 # Columns with a question, and columns with its answer. `chosen` is the answer preferred to `rejected`, as text or as
@@ -25,7 +23,7 @@ _TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog", "ch
 _QUESTIONS = ("prompt", "question", "instruction", "query", "problem", "input")
 _ANSWERS = ("completion", "response", "answer", "output", "solution", "chosen")
 
-# Pairs that are standards of their own: what else a row has says something about them.
+# Pairs that are standards of their own: other columns of an example belong to them.
 _STANDARDS = (("instruction", "output"), ("prompt", "completion"))
 
 # What may stand beside them.
@@ -47,14 +45,14 @@ _DESCRIPTIONS = (
 
 @dataclass(frozen=True)
 class Example:
-    """One row, whatever shape it came in: messages, or text with its prompt.
+    """One example, whatever its shape was: messages, or text with its prompt.
 
     Attributes:
-        messages: turns for the chat template; empty where the row is text.
-        prompt: text that comes before what is to be learnt.
-        text: text to be learnt (all of it, but for what no head can learn).
+        messages: turns for the chat template; empty where the example is text.
+        prompt: text before the text to be learnt.
+        text: text to be learnt (all of it except what no head can learn).
         finished: False if the last answer or the text was cut: its end is then not to be learnt.
-        tools: what the template may be told of tools.
+        tools: descriptions of tools for the chat template.
     """
 
     messages: list[Message]
@@ -65,15 +63,15 @@ class Example:
 
 
 def column_for(name: str) -> str:
-    """The column that a name means: tables made by hand have capitals and spaces in their headings."""
+    """Return the column that a name means: tables made by hand have capitals and spaces in their headings."""
     return name.strip().lower()
 
 
 def recognise(columns: Iterable[str]) -> frozenset[str]:
-    """The shapes of rows with these columns: `tokens`, or some of `turns`, `completion`, `questions`, `text`.
+    """Return the shapes that have these columns: `tokens`, or some of `turns`, `completion`, `questions`, `text`.
 
     Raises:
-        ValueError: none; the columns found and the shapes known are named.
+        ValueError: there is no known shape; the message names the columns and the known shapes.
     """
     found = [plain_name(column) for column in columns]
     if set(TOKENS) <= set(found):
@@ -92,16 +90,16 @@ def recognise(columns: Iterable[str]) -> frozenset[str]:
     return frozenset(shape for shape, there in shapes.items() if there)
 
 
-def read_example(row: Mapping[str, Any]) -> Example:
-    """A row as messages or text.
+def read_example(record: Mapping[str, Any]) -> Example:
+    """Read a record of a dataset as messages or text.
 
     Raises:
-        OddChatError: a row of no shape or of several, or a turn that cannot be read.
+        OddChatError: the record has no known shape or several, or a turn cannot be read.
     """
     try:
-        values = {name: value for name, value in decoded(row).items() if value is not None}
+        values = {name: value for name, value in decoded(record).items() if value is not None}
         example = _example(values)
-        _refuse_half_characters(example)
+        _check_characters(example)
     except RecursionError as error:
         raise OddChatError("nested too deeply") from error
     return example
@@ -129,10 +127,10 @@ def _example(values: dict[str, Any]) -> Example:
 
 
 def _question_and_answer(values: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Names of the columns that hold a row's question and its answer.
+    """Return the names of the columns that hold a question and its answer.
 
     Raises:
-        OddChatError: several could.
+        OddChatError: several columns could.
     """
     for question, answer in _STANDARDS:
         if question in values and answer in values:
@@ -171,13 +169,13 @@ def _without_question(
 
 
 def _are_texts(values: Mapping[str, Any], *names: str) -> bool:
-    """Whether all of a row is two texts, as completion endpoints serve them."""
+    """Whether an example consists of two texts, as completion endpoints serve them."""
     texts = all(isinstance(values[name], str) and not _holds_turns(values[name]) for name in names)
     return texts and not any(values.get(name) for name in (*_SYSTEM, "context", "history"))
 
 
 def _question_turns(values: Mapping[str, Any], question: str) -> list[Message]:
-    """What was said before, and the question with what it is about."""
+    """Return what was said before, and the question with what it is about."""
     turns = _as_turns(values[question], "user", question)
     about = [values.get("input") if question == "instruction" else None, values.get("context")]
     about = [part for part in about if part]
@@ -196,7 +194,7 @@ def _history(value: Any) -> list[Message]:
 
 
 def _answered(turns: list[Message], answer: list[Message], column: str) -> list[Message]:
-    """The question with its answer, which may be turns that repeat the question."""
+    """Join a question with its answer, which may be turns that repeat the question."""
     if not answer or answer[0]["role"] in ("assistant", "tool"):
         return turns + answer
     # A system prompt may stand before the question in one of the two only.
@@ -223,7 +221,7 @@ def _as_turns(value: Any, role: str, column: str) -> list[Message]:
 
 
 def _holds_turns(text: str) -> bool:
-    """Whether a text is the JSON of turns, as some tables have it."""
+    """Whether a text is turns in JSON, as in some tables."""
     if not text.lstrip().startswith("[{"):
         return False
     try:
@@ -241,14 +239,14 @@ def _without_leading_answers(turns: list[Message]) -> list[Message]:
 
 
 def _with_system(turns: list[Message], values: Mapping[str, Any]) -> list[Message]:
-    """The turns with a system prompt that has a column of its own, unless they bring one."""
+    """Add the system prompt that has a column of its own, unless the turns begin with one."""
     system = next((values[name] for name in _SYSTEM if values.get(name)), None)
     if system is None or (turns and turns[0]["role"] in ("system", "developer")):
         return turns
     return [message("system", system), *turns]
 
 
-def _refuse_half_characters(example: Example) -> None:
+def _check_characters(example: Example) -> None:
     for text in _texts([example.messages, example.prompt, example.text, example.tools]):
         try:
             text.encode()
@@ -260,7 +258,7 @@ def _refuse_half_characters(example: Example) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value, names of keys too."""
+    """Yield every text in a value, including the names of keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

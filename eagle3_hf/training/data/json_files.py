@@ -1,10 +1,8 @@
-"""Rows of a JSON file, however it was written: lines, an array, indented.
+"""Records of a JSON file, however it was written: lines, an array, indented.
 
-The ending of a file's name promises too little: `.jsonl` files hold arrays, `.json` files hold lines. A file that is
-not JSON is an error with the line; a value that is no chat is left to whoever reads the chats.
+The extension of a file does not tell how it was written: `.jsonl` files hold arrays, `.json` files hold lines. A file
+that is not JSON is an error that names the line; values that are no chats are handled where chats are read.
 """
-
-from __future__ import annotations
 
 import itertools
 import json
@@ -16,12 +14,12 @@ from .text_files import Unreadable, read_lines
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """The number of the line in which a row begins, and the row: whatever JSON value stands there.
+    """Yield the number of the line in which a record begins, and the record, which may be any JSON value.
 
-    The elements of an array are rows, unless they are the turns of one chat.
+    The elements of an array are records, unless they are the turns of one chat.
 
     Raises:
-        ValueError: not JSON or not Unicode; names the line.
+        ValueError: the file is not JSON or not Unicode; the message names the line.
     """
     lines = ((number, text) for number, text in read_lines(path) if not text.isspace() and text)
     head = list(itertools.islice(lines, 2))
@@ -30,28 +28,28 @@ def read_json(path: Path) -> Iterator[tuple[int, Any]]:
     else:
         values = ((number, _parsed(path, number, text)) for number, text in itertools.chain(head, lines))
     for number, value in values:
-        for row in value if _is_array_of_rows(value) else [value]:
-            yield number, row
+        for record in value if _is_array_of_records(value) else [value]:
+            yield number, record
 
 
 def _spans_lines(head: list[tuple[int, str]]) -> bool:
-    """Whether a value goes on behind its first line, as it does where JSON was indented."""
+    """Whether a value continues after its first line, as in indented JSON."""
     first, *others = (text.strip() for _, text in head)
     if first in ("[", "{"):
         return True
-    # If the second line is a whole row, the file has one in every line, and the first is broken.
-    return not _is_row(first) and not any(_is_row(text) for text in others)
+    # If the second line is a complete record, the file has one in every line, and the first is broken.
+    return not _is_record(first) and not any(_is_record(text) for text in others)
 
 
-def _is_row(text: str) -> bool:
-    """Whether a line is a value of its own, and not a turn on a line of its own."""
+def _is_record(text: str) -> bool:
+    """Whether a line is a complete value, and not a turn on a line of its own."""
     try:
         return not _is_turn(json.loads(text))
     except (ValueError, RecursionError) as error:
         return not isinstance(error, json.JSONDecodeError)  # JSON it is, but of thousands of levels or digits
 
 
-def _is_array_of_rows(value: Any) -> bool:
+def _is_array_of_records(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and not any(_is_turn(item) for item in value) and _objects(value)
 
 
@@ -73,14 +71,14 @@ def _parsed(path: Path, number: int, text: str) -> Any:
 
 
 def _document(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, Any]]:
-    """Values that span lines, one behind the other."""
+    """Yield values that span lines, one after the other."""
     numbered = list(lines)
     text = "".join(part if part.endswith("\n") else part + "\n" for _, part in numbered)
     decoder = json.JSONDecoder()
-    end, row = 0, 0
+    end, index = 0, 0
     while (start := _skip_space(text, end)) < len(text):
-        row += text.count("\n", end, start)
-        number = numbered[row][0]
+        index += text.count("\n", end, start)
+        number = numbered[index][0]
         try:
             value, end = decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
@@ -89,7 +87,7 @@ def _document(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[in
             raise _not_json(path, number, numbered[min(error.lineno, len(numbered)) - 1][1], error) from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: {_why(error)}: leave that value out") from error
-        row += text.count("\n", start, end)
+        index += text.count("\n", start, end)
         yield number, value
 
 

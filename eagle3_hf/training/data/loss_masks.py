@@ -1,4 +1,4 @@
-"""Chats to token ids and the exact set of tokens to learn, for any chat template.
+"""From chats to token ids and the exact set of tokens to learn, for any chat template.
 
 A chat becomes the ids that serving produces: the prompt as the template renders it with `add_generation_prompt`,
 followed by the answer and its end-of-turn token.
@@ -7,8 +7,6 @@ Templates may rewrite history (drop the thoughts of earlier answers, say). The s
 sees at the *last* answer; an earlier answer is supervised as far as the sequence still equals, id for id, what serving
 produced at that earlier turn, and not at all where it was rewritten or split into other tokens.
 """
-
-from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
@@ -22,17 +20,18 @@ from ...ttt.loss import IGNORE_INDEX
 from .chat_template import ChatTemplate, Message
 from .dropped_chats import OddChatError
 from .formats import Example
+from .options import EncodingOptions
 from .turns import learnt
 
 
 @dataclass
 class Encoded:
-    """Ids of one example and what is to be learnt of them.
+    """Ids of one example, and which of them are to be learnt.
 
     Attributes:
         input_ids: `(T)`.
         labels: `(T)`: `labels[j] = input_ids[j]` where token j is a supervised target, else -100.
-        hidden: tokens that only `mask_reasoning` keeps from being learnt.
+        hidden: number of tokens that are not learnt only because of `mask_reasoning`.
     """
 
     input_ids: list[int]
@@ -50,17 +49,18 @@ def encode_chat(
     mask_reasoning: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, list[int]]:
-    """Token ids of a chat and, of every answer, the tokens to learn.
+    """Return the token ids of a chat and, of every answer, the tokens to learn.
 
     For an answer at indices a..b (b = its end-of-turn token) the supervised targets are x_{a+1}..x_b: the first token
     of an answer always comes from the target itself.
 
     Args:
-        tokenizer: with the chat template that serving uses (or a `ChatTemplate`, to prepare it once for many chats).
+        tokenizer: a tokenizer with the chat template that serving uses (or a `ChatTemplate`, which is prepared once
+            for many chats).
         messages: `role` and `content` of each turn, thoughts either in the content or under a key of their own
             (`reasoning_content`). An answer with `weight` 0 is not learnt. What follows the last answer to be learnt
             is left out.
-        max_length: tokens to keep from the head of the chat; None keeps all.
+        max_length: tokens kept from the beginning of the chat; None keeps all.
         finished: False if the last answer was cut: it then has no end-of-turn token.
         last_turn_only: learn from the last answer only.
         mask_reasoning: do not learn thoughts, nor the tags around them.
@@ -70,23 +70,18 @@ def encode_chat(
         `input_ids` (T) and `labels` (T): `labels[j] = input_ids[j]` where token j is a supervised target, else -100.
 
     Raises:
-        ValueError: `max_length` below 1, no chat template, or messages that the template refuses.
+        ValueError: `max_length` is below 1, there is no chat template, or the template rejects the messages.
     """
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length is {max_length}; it must be at least 1, or None for no limit")
+    options = EncodingOptions(max_length, template_kwargs, last_turn_only, mask_reasoning)
     template = tokenizer if isinstance(tokenizer, ChatTemplate) else ChatTemplate(tokenizer, template_kwargs)
-    encoded = encode_messages(template, messages, finished, last_turn_only, mask_reasoning)
+    encoded = encode_messages(template, messages, finished, options)
     return {"input_ids": encoded.input_ids[:max_length], "labels": encoded.labels[:max_length]}
 
 
 def encode_messages(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    finished: bool = True,
-    last_turn_only: bool = False,
-    mask_reasoning: bool = False,
+    template: ChatTemplate, messages: Sequence[Message], finished: bool, options: EncodingOptions
 ) -> Encoded:
-    """`encode_chat` for one template and many chats, uncut."""
+    """Do what `encode_chat` does, for a template that serves many chats, and without cutting."""
     messages = [template.with_thoughts(_without_nulls(message)) for message in messages]
     # An answer without anything before it has no prompt, hence nothing that serving could repeat.
     given = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and i > 0]
@@ -96,13 +91,13 @@ def encode_messages(
         return Encoded(ids, [IGNORE_INDEX] * len(ids))
     turns = [
         template.turn(messages[: i + 1], finished or i != given[-1])
-        for i in (answers[-1:] if last_turn_only else answers)
+        for i in (answers[-1:] if options.last_turn_only else answers)
     ]
     input_ids = turns[-1][0] + turns[-1][1]
     encoded = Encoded(input_ids, [IGNORE_INDEX] * len(input_ids))
     for prompt, answer in turns:
         end = _common_prefix(input_ids, prompt + answer)
-        thoughts = set(_thoughts(template, prompt, answer)) if mask_reasoning else set()
+        thoughts = set(_thoughts(template, prompt, answer)) if options.mask_reasoning else set()
         for j in range(len(prompt) + 1, end):
             if j - len(prompt) in thoughts:
                 encoded.hidden += 1
@@ -112,9 +107,9 @@ def encode_messages(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str, finished: bool) -> Encoded:
-    """Text as a completion endpoint serves it: the prompt's ids, then the text's and, if it is finished, the end.
+    """Encode text as a completion endpoint serves it: the prompt's ids, the text's ids and, if finished, the end.
 
-    Without a prompt every token from the third on is a target: no row of a head is early enough for the first two.
+    Without a prompt every token from the third on is a target: no position is early enough for the first two.
     """
     lead = _serve_ids(tokenizer, prompt) if prompt else []
     ids = _serve_ids(tokenizer, prompt + text)
@@ -128,33 +123,29 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, prompt: str, text: str, fini
 
 
 def encode_example(
-    tokenizer: PreTrainedTokenizerBase,
-    template: ChatTemplate | None,
-    example: Example,
-    last_turn_only: bool = False,
-    mask_reasoning: bool = False,
+    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None, example: Example, options: EncodingOptions
 ) -> Encoded:
-    """An example of any shape; `template` is None where the tokenizer has none.
+    """Encode an example of any shape, uncut; `template` is None where the tokenizer has none.
 
     A `prompt` and `completion` that are texts are a question and its answer where the target has a chat template, for
-    that is how it is served; unless the prompt holds special tokens, and thus is rendered already.
+    that is how it is served, unless the prompt contains special tokens and has thus been rendered already.
     """
     messages = example.messages
     if example.prompt and template is not None and not template.has_special(example.prompt):
         messages = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.text}]
-    if not messages and (last_turn_only or mask_reasoning) and example.text:
-        raise OddChatError("text that is rendered already has no turns for last_turn_only or mask_reasoning to tell")
+    if not messages and any(options.choice) and example.text:
+        raise OddChatError(
+            "text that is rendered already has no turns for last_turn_only or mask_reasoning to choose from"
+        )
     if not messages:
         return encode_text(tokenizer, example.prompt, example.text, example.finished)
     if template is None:
         raise OddChatError("turns, and the tokenizer has no chat template; set `tokenizer.chat_template`")
-    return encode_messages(
-        template.with_tools(example.tools), messages, example.finished, last_turn_only, mask_reasoning
-    )
+    return encode_messages(template.with_tools(example.tools), messages, example.finished, options)
 
 
 def _serve_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids with the special tokens that the tokenizer adds to a text, unless the text brings its own beginning."""
+    """Return ids with the special tokens that the tokenizer adds, unless the text has its own at the beginning."""
     bos = tokenizer.bos_token
     own = bool(bos) and text.startswith(str(bos))
     return list(tokenizer(text, add_special_tokens=not own, verbose=False)["input_ids"])
@@ -173,7 +164,7 @@ def _common_prefix(left: list[int], right: list[int]) -> int:
 
 
 def _thoughts(template: ChatTemplate, prompt: list[int], answer: list[int]) -> Iterator[int]:
-    """Indices of an answer's tokens that are thoughts or their tags; thoughts that were cut reach to the end."""
+    """Yield the indices of an answer's tokens that are thoughts or tags; thoughts that were cut reach to the end."""
 
     def decoded(length: int) -> int:
         return len(template.tokenizer.decode(answer[:length], clean_up_tokenization_spaces=False))
@@ -190,7 +181,7 @@ def _thoughts(template: ChatTemplate, prompt: list[int], answer: list[int]) -> I
 
 
 def render_mask(tokenizer: PreTrainedTokenizerBase, encoded: Mapping[str, Sequence[int]], colour: bool = False) -> str:
-    """The text of an encoded chat with its supervised targets between `[[` and `]]`, or green on a terminal."""
+    """Render an encoded chat with its supervised targets between `[[` and `]]`, or in green on a terminal."""
     parts: list[tuple[bool, list[int]]] = []
     run: list[int] = []
     learnt = False

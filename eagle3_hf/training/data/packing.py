@@ -1,15 +1,14 @@
-"""Several chats in one row, so that no row is mostly padding.
+"""Packing: several chats in one sequence, so that no sequence is mostly padding.
 
 Packing happens in the dataset: `PackedDataset` wraps any map-style dataset (`datasets.Dataset`, `StoredFeatures`, a
-list) and has a length of its own, so samplers, `accelerate`'s sharding, grouping by length and Trainer's way of
-resuming (skip the batches already seen) work on rows of chats as they do on chats. Which chats share a row is settled
-once, by the seed. A stream has no length to plan with; there the collator packs what each batch happens to hold.
+list) and has a length of its own, so that samplers, the sharding of `accelerate`, grouping by length and the way in
+which Trainer resumes (it skips the batches already seen) work on packed sequences as they do on chats. The seed alone
+decides which chats share a sequence. A stream has no length to plan with; there the collator packs the chats of each
+batch.
 
-In a packed row `position_ids` restart at 0 with every chat, the convention of transformers, and no row of
-training-time test ever looks across such a border.
+In a packed sequence `position_ids` restart at 0 with every chat, which is the convention of transformers, and no
+position of training-time test attends across such a border.
 """
-
-from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
@@ -29,49 +28,52 @@ logger = get_logger(__name__)
 TOKEN_COLUMNS = ("input_ids", "labels", "position_ids", "features", "last_hidden", "top1")
 
 
-def fit_rows(lengths: Sequence[int], packing_length: int, seed: int = 0) -> list[list[int]]:
-    """Indices of the chats of each row: longest first, each into the fullest row that still has room for it.
+def plan_packing(lengths: Sequence[int], packing_length: int, seed: int = 0) -> list[list[int]]:
+    """Return the indices of the chats of each packed sequence.
 
-    Chats of equal length, and the rows at the end, are in an order drawn from `seed`. A chat longer than a row counts
-    as one of exactly a row: it is cut when the row is read.
+    The longest chat comes first, and each goes into the fullest sequence that still has room for it. Chats of equal
+    length, and the sequences at the end, are in an order drawn from `seed`. A chat longer than `packing_length` fills
+    a sequence: it is cut when the sequence is read.
     """
     check_packing_length(packing_length)
     draw = random.Random(seed)
     order = draw.sample(range(len(lengths)), len(lengths))
     order.sort(key=lambda i: -lengths[i])
-    rows: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # room left -> rows that have just that
+    sequences: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # room left -> numbers of the sequences that have just that
     rooms: list[int] = []  # the keys of by_room, ascending
     for i in order:
         length = min(lengths[i], packing_length)
         place = bisect_left(rooms, length)
         if place == len(rooms):
-            row, room = len(rows), packing_length
-            rows.append([])
+            number, room = len(sequences), packing_length
+            sequences.append([])
         else:
             room = rooms[place]
-            row = by_room[room].pop()
+            number = by_room[room].pop()
             if not by_room[room]:
                 del by_room[room], rooms[place]
-        rows[row].append(i)
+        sequences[number].append(i)
         left = room - length
         if left not in by_room:
             by_room[left] = []
             insort(rooms, left)
-        by_room[left].append(row)
-    draw.shuffle(rows)
-    return rows
+        by_room[left].append(number)
+    draw.shuffle(sequences)
+    return sequences
 
 
 def check_packing_length(packing_length: int) -> None:
     if packing_length < 3:
-        raise ValueError(f"packing_length is {packing_length}; a row needs at least 3 tokens to have one to learn")
+        raise ValueError(
+            f"packing_length is {packing_length}; it must be at least 3, since the third token is the first to learn"
+        )
 
 
 def join_chats(chats: Sequence[Mapping[str, Any]], packing_length: int | None = None) -> dict[str, Tensor]:
-    """One row of several chats: every column joined along the tokens, and `position_ids` that restart with each chat.
+    """Join chats to one sequence: every column along the tokens, and `position_ids` that restart with each chat.
 
-    Chats longer than `packing_length` are cut to it; chats that are rows already keep their positions.
+    Chats longer than `packing_length` are cut to it; sequences that are packed already keep their positions.
 
     Raises:
         ValueError: a chat lacks a column that another one has, or one of its columns is not as long as its ids.
@@ -90,7 +92,11 @@ def join_chats(chats: Sequence[Mapping[str, Any]], packing_length: int | None = 
 
 
 def token_column(example: Mapping[str, Any], name: str, i: int, length: int) -> Tensor:
-    """A column of the i-th example as a tensor; ValueError when it is absent or not `length` long."""
+    """Return a column of the i-th example as a tensor.
+
+    Raises:
+        ValueError: the column is absent or not `length` long.
+    """
     if name not in example:
         raise ValueError(f"example {i} of the batch has no `{name}`; encode chats with `prepare_dataset`")
     value = example[name]
@@ -101,30 +107,32 @@ def token_column(example: Mapping[str, Any], name: str, i: int, length: int) -> 
     return value
 
 
-def pack_rows(examples: Sequence[Mapping[str, Any]], packing_length: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Examples packed into as few rows of at most `packing_length` tokens as best fit finds (see `join_chats`)."""
+def pack_examples(
+    examples: Sequence[Mapping[str, Any]], packing_length: int, seed: int = 0
+) -> list[dict[str, Tensor]]:
+    """Pack examples into as few sequences of at most `packing_length` tokens as best fit finds (see `join_chats`)."""
     lengths = [len(example["input_ids"]) for example in examples]
-    groups = fit_rows(lengths, packing_length, seed)
+    groups = plan_packing(lengths, packing_length, seed)
     return [join_chats([examples[i] for i in group], packing_length) for group in groups]
 
 
 class PackedDataset(torch.utils.data.Dataset):
-    """A map-style dataset whose items are rows of several chats.
+    """A map-style dataset whose items are packed sequences of several chats.
 
     Items have `input_ids`, `labels`, `position_ids` `(T,)` int64, T at most `packing_length`, and where the chats have
     them `features (T, A * Ht)`, `last_hidden (T, Ht)` and `top1 (T,)`.
 
     Args:
         dataset: examples with `input_ids` and `labels`; anything with a length and numbered items.
-        packing_length: tokens of a full row. Longer chats are cut to it; how many, and how many of them had nothing to
-            learn left and were dropped, is said once.
-        seed: of the order among chats of one length, and of the order of the rows.
+        packing_length: number of tokens of a full sequence. Longer chats are cut to it; a warning tells how many, and
+            how many of them had nothing to learn left and were dropped.
+        seed: seed of the order among chats of one length, and of the order of the sequences.
 
     Attributes:
-        groups: indices of each row's chats in `dataset`.
-        lengths: tokens of each row, for grouping by length.
-        num_cut: chats that were longer than a row.
-        num_dropped: those of them without a token to learn within a row's length, left out.
+        groups: indices in `dataset` of the chats of each sequence.
+        lengths: number of tokens of each sequence, for grouping by length.
+        num_cut: number of chats that were longer than `packing_length`.
+        num_dropped: number of those that had no token to learn within `packing_length`, and were left out.
 
     Raises:
         ValueError: `packing_length` below 3, or no chat is left.
@@ -140,8 +148,8 @@ class PackedDataset(torch.utils.data.Dataset):
         kept = [i for i in range(len(lengths)) if i not in empty]
         if not kept:
             raise ValueError(f"no chat of {len(lengths)} has a token to learn among its first {packing_length} tokens")
-        rows = fit_rows([lengths[i] for i in kept], packing_length, seed)
-        self.groups = [[kept[i] for i in row] for row in rows]
+        planned = plan_packing([lengths[i] for i in kept], packing_length, seed)
+        self.groups = [[kept[i] for i in group] for group in planned]
         self.lengths = [sum(min(lengths[i], packing_length) for i in group) for group in self.groups]
         self.num_cut, self.num_dropped = len(long), len(empty)
         self._report(len(kept))
@@ -158,7 +166,11 @@ class PackedDataset(torch.utils.data.Dataset):
             )
         share = sum(self.lengths) / (len(self) * self.packing_length)
         logger.info(
-            "Packed %d chats into %d rows of %d, %.1f%% full.", chats, len(self), self.packing_length, 100 * share
+            "Packed %d chats into %d sequences of up to %d tokens, which are %.1f%% full.",
+            chats,
+            len(self),
+            self.packing_length,
+            100 * share,
         )
 
     def __len__(self) -> int:
@@ -167,24 +179,23 @@ class PackedDataset(torch.utils.data.Dataset):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         return join_chats([self.dataset[j] for j in self.groups[i]], self.packing_length)
 
-    def label_rows(self) -> Iterator[dict[str, Tensor]]:
-        """The `labels` of every chat, one after the other, without reading anything else; for counting tokens."""
-        labels = only_labels(self.dataset)
+    def iter_labels(self) -> Iterator[dict[str, Tensor]]:
+        """Yield only the `labels` of every chat, so that tokens are counted without reading anything else."""
         wanted = {i for group in self.groups for i in group}
-        for i, row in enumerate(labels):
+        for i, example in enumerate(only_labels(self.dataset)):
             if i in wanted:
-                yield {"labels": torch.as_tensor(row["labels"])[: self.packing_length]}
+                yield {"labels": torch.as_tensor(example["labels"])[: self.packing_length]}
 
 
 def only_labels(dataset: Any) -> Any:
-    """The rows of a dataset with nothing but their `labels`, where it can be told not to read the rest."""
-    if hasattr(dataset, "label_rows"):
-        return dataset.label_rows()
+    """Return the examples with nothing but their `labels`, if the dataset offers a way to leave out the rest."""
+    if hasattr(dataset, "iter_labels"):
+        return dataset.iter_labels()
     return dataset.select_columns("labels") if hasattr(dataset, "select_columns") else dataset
 
 
 def token_lengths(dataset: Any) -> list[int]:
-    """Tokens of every example: `dataset.lengths` where there is such; of an Arrow table, read off its offsets."""
+    """Return the number of tokens of every example, from `dataset.lengths` or the offsets of an Arrow table if any."""
     lengths = getattr(dataset, "lengths", None)
     if lengths is not None:
         return list(lengths)

@@ -1,4 +1,4 @@
-"""From what a user passes to `Eagle3Trainer` to what it trains on: datasets made ready and checked, the vocabulary."""
+"""Preparation of what a user passes to `Eagle3Trainer`: datasets are encoded and checked, the vocabulary is set."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,19 +11,20 @@ from ...model.modeling_eagle3 import Eagle3DraftModel
 from ...model.vocab import record_tokenizer
 from ...model.warm_start import special_ids
 from ...ttt.loss import IGNORE_INDEX
-from ..arguments import Eagle3TrainingArguments
 from ..targets.stored_features import StoredFeatures
 from .draft_vocab import cached_draft_vocab, report_coverage
-from .encoding import prepare_dataset, special_token_ids
+from .encoding import prepare_chats, special_token_ids
+from .options import EncodingOptions
 from .packing import PackedDataset, only_labels
+from .sources import load_chats
 
 
-# Chats that were encoded here, by what was chosen among their turns: prepared again, they are as they were.
+# What was chosen among the turns of the chats that were encoded here, so that they may be prepared again.
 _encoded: WeakKeyDictionary[Any, tuple[bool, bool]] = WeakKeyDictionary()
 
 
 def settle_tokenizer(draft: Eagle3DraftModel, tokenizer) -> None:
-    """The target's special ids, else the tokenizer's, in both of the draft's configs; the tokenizer's hashes too.
+    """Set the special ids of target or tokenizer in both of the draft's configs, and record the tokenizer.
 
     Trainer then finds nothing to align.
     """
@@ -36,54 +37,46 @@ def settle_tokenizer(draft: Eagle3DraftModel, tokenizer) -> None:
         record_tokenizer(draft.config, tokenizer)
 
 
-def prepare(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, args: Eagle3TrainingArguments):
-    """Chats become rows of ids and labels; rows and stored features are checked; with `args.packing` all are packed.
+def prepare(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, options: EncodingOptions):
+    """Encode chats, check examples and stored features, and with `options.packing` pack all of them.
 
     What it returns may be prepared again, which changes nothing.
 
     Raises:
-        ValueError: nothing to learn from, columns missing, or features of something else.
+        ValueError: there is nothing to learn, columns are missing, or features are of another target or other layers.
     """
     if dataset is None:
         return None
     if isinstance(dataset, Mapping):  # Trainer takes several evaluation sets by name
-        return {name: prepare(part, draft, target, tokenizer, args) for name, part in dataset.items()}
-    rows = _rows(dataset, draft, target, tokenizer, args)
-    if not args.packing or isinstance(rows, PackedDataset) or not hasattr(rows, "__len__"):
-        return rows  # a stream is packed by the collator
-    return PackedDataset(rows, args.max_length, seed=args.data_seed if args.data_seed is not None else args.seed)
+        return {name: prepare(part, draft, target, tokenizer, options) for name, part in dataset.items()}
+    examples = _examples(dataset, draft, target, tokenizer, options)
+    if not options.packing or isinstance(examples, PackedDataset) or not hasattr(examples, "__len__"):
+        return examples  # a stream is packed by the collator
+    assert options.max_length is not None
+    return PackedDataset(examples, options.max_length, seed=options.seed)
 
 
-def _rows(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, args: Eagle3TrainingArguments):
+def _examples(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, options: EncodingOptions):
     if isinstance(dataset, PackedDataset):
-        _rows(dataset.dataset, draft, target, tokenizer, args)
+        _examples(dataset.dataset, draft, target, tokenizer, options)
         return dataset
-    choice = args.last_turn_only, args.mask_reasoning
     if isinstance(dataset, StoredFeatures):
-        dataset.check(target, draft.config.target_layer_ids)
+        dataset.check(target, draft.config.captured_layer_ids)
     else:
         columns = getattr(dataset, "column_names", None) or list(next(iter(dataset), ()))
         if "input_ids" not in columns:
             if tokenizer is None:
                 raise ValueError("chats need a tokenizer to become tokens: pass processing_class=tokenizer")
-            rows = prepare_dataset(
-                dataset,
-                tokenizer,
-                max_length=args.max_length,
-                num_proc=args.dataset_num_proc,
-                template_kwargs=args.chat_template_kwargs,
-                last_turn_only=args.last_turn_only,
-                mask_reasoning=args.mask_reasoning,
-            )
-            _encoded[rows] = choice
-            return rows
-        if not isinstance(dataset, list) and _encoded.get(dataset) == choice:
+            encoded = prepare_chats(load_chats(dataset), tokenizer, options)
+            _encoded[encoded] = options.choice
+            return encoded
+        if not isinstance(dataset, list) and _encoded.get(dataset) == options.choice:
             return dataset
         if "labels" not in columns:
-            raise ValueError("rows with input_ids need labels too: the token where it is to be learnt, else -100")
-    if any(choice):
+            raise ValueError("examples with input_ids need labels too: the token where it is to be learnt, else -100")
+    if any(options.choice):
         raise ValueError(
-            "last_turn_only and mask_reasoning choose among the turns of chats, but these rows are tokens already: "
+            "last_turn_only and mask_reasoning choose among turns of chats, but these examples are tokens already: "
             "set them where the chats are encoded (prepare_dataset, eagle3-hf features)"
         )
     _check_supervised(dataset)
@@ -91,14 +84,18 @@ def _rows(dataset, draft: Eagle3DraftModel, target: PreTrainedModel, tokenizer, 
 
 
 def _check_supervised(dataset) -> None:
-    """Refuse data of which more than half has nothing to learn: the loss would only look good."""
+    """Check that at least half of the data has something to learn: otherwise the loss would only look good.
+
+    Raises:
+        ValueError: more than half of the examples have no token to learn.
+    """
     if not hasattr(dataset, "__len__"):
         return  # a stream can be read only once
-    labels = only_labels(dataset)
-    empty = sum(not bool((torch.as_tensor(row["labels"])[2:] != IGNORE_INDEX).any()) for row in labels)
+    labels = (torch.as_tensor(example["labels"]) for example in only_labels(dataset))
+    empty = sum(not bool((own[2:] != IGNORE_INDEX).any()) for own in labels)
     if 2 * empty > len(dataset):
         raise ValueError(
-            f"{empty} of {len(dataset)} rows have no token to learn (all labels from the third on are "
+            f"{empty} of {len(dataset)} examples have no token to learn (all labels from the third on are "
             f"{IGNORE_INDEX}): prepare the chats with eagle3_hf.training.data.encoding.prepare_dataset"
         )
 
@@ -106,13 +103,13 @@ def _check_supervised(dataset) -> None:
 def settle_vocabulary(
     draft: Eagle3DraftModel, target: PreTrainedModel, dataset, tokenizer, cache_dir: str | None
 ) -> float | None:
-    """Give a draft without a vocabulary the tokens that the dataset teaches most often; a set one is never touched.
+    """Give a draft without a vocabulary the tokens that the dataset teaches most often; an existing one is kept.
 
     Returns:
         The share of the supervised tokens that the vocabulary covers; `None` where they cannot be counted.
 
     Raises:
-        ValueError: a vocabulary is to be built, and there is no dataset to count.
+        ValueError: a vocabulary is to be built, but there is no dataset to count.
     """
     vocab_size = draft.config.vocab_size
     if draft.has_draft_vocab:
@@ -134,6 +131,6 @@ def settle_vocabulary(
 
 
 def pad_token_id(tokenizer, target: PreTrainedModel) -> int:
-    """Any id does: padding stands right of every row that counts."""
+    """Return an id for padding; any id will do, since padding is to the right of every position that counts."""
     pad = getattr(tokenizer, "pad_token_id", None)
     return pad if pad is not None else getattr(target.generation_config, "pad_token_id", None) or 0

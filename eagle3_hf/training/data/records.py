@@ -1,11 +1,9 @@
-"""Rows of any type as a dataset of Arrow, where each column has one type.
+"""Records of any type as an Arrow dataset, in which each column has one type.
 
-A column holds the texts, and beside it a column of the same name with `.json` behind it holds what else there was, as
-JSON: messages, numbers, objects of which no two have the same keys. So one row never decides what another may be.
-Columns that nobody reads are dropped first.
+A column holds the texts, and a second column with the same name and `.json` at its end holds all other values as JSON:
+messages, numbers, objects with different keys. So no record restricts the types of another. Columns that are never
+read are dropped first.
 """
-
-from __future__ import annotations
 
 import itertools
 import json
@@ -22,74 +20,76 @@ from .text_files import Unreadable
 
 
 _JSON = ".json"
-_UNREADABLE = "eagle3_unreadable"  # why, where a row cannot be read at all
+_UNREADABLE = "eagle3_unreadable"  # why a record cannot be read at all
 
-_BATCH = 1000  # rows of a batch on disk
+_BATCH = 1000  # number of records in a batch on disk
 
-StoredRow = dict[str, Any]
+StoredRecord = dict[str, Any]
 
 
 def plain_name(column: str) -> str:
-    """Name of what a column holds."""
+    """Return the name of what a column holds."""
     return column.removesuffix(_JSON)
 
 
-def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as it was before it was stored; rows of other datasets stay as they are.
+def decoded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record as it was before it was stored; records of other datasets stay as they are.
 
     Raises:
-        OddChatError: it could not be read then.
+        OddChatError: the record could not be read when it was stored.
     """
-    if row.get(_UNREADABLE):
-        reason, _, detail = row[_UNREADABLE].partition("\n")
+    if record.get(_UNREADABLE):
+        reason, _, detail = record[_UNREADABLE].partition("\n")
         raise OddChatError(reason, detail or reason)
-    values = dict(row)
-    for column in row:
+    values = dict(record)
+    for column in record:
         if column.endswith(_JSON) and (text := values.pop(column)) is not None:
             values[plain_name(column)] = json.loads(text)
     return values
 
 
 def is_own(column: str) -> bool:
-    """Whether a column is one of those that tell of a stored row, and not of the chat in it."""
+    """Whether a column describes a stored record, and not the chat in it."""
     return column == _UNREADABLE
 
 
 def features_of(columns: Iterable[str]) -> Features:
-    """The types of all that a stored row can have. Texts of a column may be more than 2 GB together."""
+    """Return the types of all columns that a stored record can have. The texts of a column may exceed 2 GB."""
     names = [name for column in sorted(columns) for name in (column, column + _JSON)]
     types = {name: Value("large_string") for name in (*names, _UNREADABLE)}
     return Features(types | {"finished": Value("bool")})
 
 
-def stored_rows(
-    rows: Iterable[tuple[str, Any]], columns: frozenset[str], column_for: Callable[[str], str]
-) -> Iterator[StoredRow]:
-    """Rows as they are stored.
+def stored_records(
+    records: Iterable[tuple[str, Any]], columns: frozenset[str], column_for: Callable[[str], str]
+) -> Iterator[StoredRecord]:
+    """Yield records as they are stored.
 
     Args:
-        rows: where a row stands, in words, and the row.
-        columns: what is kept.
-        column_for: the column that a name means.
+        records: pairs of the place of a record, in words, and the record.
+        columns: names of the columns that are kept.
+        column_for: returns the column that a name means.
     """
-    for place, row in rows:
+    for place, record in records:
         try:
-            yield _stored(row, columns, column_for)
+            yield _stored(record, columns, column_for)
         except OddChatError as error:
             yield {_UNREADABLE: f"{error.reason}\n{place}: {error}"}
 
 
-def _stored(row: Any, columns: frozenset[str], column_for: Callable[[str], str]) -> StoredRow:
-    if isinstance(row, Unreadable):
-        raise OddChatError("a row that cannot be read", row.why)
-    if isinstance(row, list) and all(isinstance(turn, Mapping) for turn in row):
-        row = {"messages": row}  # a chat of nothing but its turns
-    if not isinstance(row, Mapping):
-        raise OddChatError("no object with named columns", f"a {type(row).__name__}, not an object with named columns")
-    stored: StoredRow = {}
-    for name, value in row.items():
+def _stored(record: Any, columns: frozenset[str], column_for: Callable[[str], str]) -> StoredRecord:
+    if isinstance(record, Unreadable):
+        raise OddChatError("a record that cannot be read", record.why)
+    if isinstance(record, list) and all(isinstance(turn, Mapping) for turn in record):
+        record = {"messages": record}  # a chat that consists of its turns alone
+    if not isinstance(record, Mapping):
+        raise OddChatError(
+            "no object with named columns", f"a {type(record).__name__}, not an object with named columns"
+        )
+    stored: StoredRecord = {}
+    for name, value in record.items():
         column = column_for(str(name))
-        if value is not None and column in columns and (column == name or column not in row):
+        if value is not None and column in columns and (column == name or column not in record):
             native = isinstance(value, bool) if column == "finished" else _is_text(value)
             stored[column if native else column + _JSON] = value if native else _as_json(value)
     return stored
@@ -115,7 +115,7 @@ def _as_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What other libraries have in place of JSON's types."""
+    """Convert what other libraries have in place of JSON's types."""
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):  # numpy, torch
@@ -125,24 +125,24 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} ({str(value)[:80]!r}) is no JSON")
 
 
-def in_memory(rows: Iterable[StoredRow], columns: frozenset[str]) -> Dataset:
-    """A dataset of stored rows that is not written to disk."""
-    listed = list(rows)
+def in_memory(records: Iterable[StoredRecord], columns: frozenset[str]) -> Dataset:
+    """Make a dataset of stored records that is not written to disk."""
+    listed = list(records)
     features = features_of(columns)
-    used = {name: features[name] for name in features if any(name in row for row in listed)}
-    return Dataset.from_dict({name: [row.get(name) for row in listed] for name in used}, features=Features(used))
+    used = {name: features[name] for name in features if any(name in record for record in listed)}
+    return Dataset.from_dict({name: [record.get(name) for record in listed] for name in used}, features=Features(used))
 
 
-def on_disk(rows: Iterable[StoredRow], columns: frozenset[str], path: Path) -> Dataset:
-    """A dataset of stored rows in an Arrow file, of which only what is read is in memory.
+def on_disk(records: Iterable[StoredRecord], columns: frozenset[str], path: Path) -> Dataset:
+    """Make a dataset of stored records in an Arrow file, of which only what is read is in memory.
 
-    The file is written where it is not there yet; several processes may do so side by side.
+    The file is written unless it exists; several processes may do so side by side.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
         try:
-            _write(rows, features_of(columns).arrow_schema, partial)
+            _write(records, features_of(columns).arrow_schema, partial)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -151,8 +151,8 @@ def on_disk(rows: Iterable[StoredRow], columns: frozenset[str], path: Path) -> D
     return dataset.remove_columns(empty)
 
 
-def _write(rows: Iterable[StoredRow], schema: pa.Schema, path: Path) -> None:
-    rows = iter(rows)
+def _write(records: Iterable[StoredRecord], schema: pa.Schema, path: Path) -> None:
+    records = iter(records)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        while batch := list(itertools.islice(rows, _BATCH)):
+        while batch := list(itertools.islice(records, _BATCH)):
             writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))

@@ -1,10 +1,8 @@
-"""Where training data comes from: the Hub, a folder, a file, a list, a dataset that is loaded already.
+"""Sources of training data: the Hub, a folder, a file, a list, a dataset that is loaded already.
 
-JSON and CSV are read here (`json_files`, `table_files`, `records`): readers that make Arrow of them ask for one type a
-column, and guess it. All else is left to `datasets`.
+JSON and CSV are read here (`json_files`, `table_files`, `records`), since other readers convert them to Arrow with one
+guessed type for each column. Everything else is left to `datasets`.
 """
-
-from __future__ import annotations
 
 import hashlib
 import os
@@ -32,14 +30,14 @@ from datasets.packaged_modules.json.json import Json
 
 from .formats import COLUMNS, TOKENS, column_for, recognise
 from .json_files import read_json
-from .records import StoredRow, decoded, in_memory, is_own, on_disk, plain_name, stored_rows
+from .records import StoredRecord, decoded, in_memory, is_own, on_disk, plain_name, stored_records
 from .table_files import read_table
 from .text_files import encoding_of, read_lines
 
 
 Source: TypeAlias = str | os.PathLike[str] | Dataset | DatasetDict | Sequence[Mapping[str, Any]]
 
-# Builders of `datasets` by the ending of a file, and what is between the cells of tables; all else is read as JSON.
+# Builders of `datasets` by file extension, and separators of tables; everything else is read as JSON.
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 _TABLES = {".csv": ",", ".tsv": "\t"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
@@ -48,31 +46,31 @@ _SUFFIXES = {".jsonl", ".json", *_BUILDERS, *_TABLES, *_COMPRESSED}
 # name, name:split, name:config:split; a split may be sliced: train[:1000]
 _HUB_NAME = re.compile(r"(?P<name>[^:\[\]]+)(?::(?P<config>[^:\[\]]+))??(?::(?P<split>[^:\[\]]+(?:\[[^\]]*\])?))?")
 
-# Bytes of JSON up to which chats are kept in memory; of more, an Arrow file in the cache folder of `datasets`.
+# Up to so many bytes of JSON chats are kept in memory; above, in an Arrow file in the cache folder of `datasets`.
 _IN_MEMORY = 1 << 28
 
 _CHAT_COLUMNS = COLUMNS.difference(TOKENS)
 
-# What was read from large files is kept under a hash of their names, sizes and times: to be raised with every change
-# of how files are read.
+# What was read from large files is cached under a hash of their names, sizes and times: raise this number with every
+# change of how files are read.
 _READING = 1
 
 
 def load_chats(source: Source, *, split: str | None = None) -> Dataset:
-    """Training data of any known shape (see `eagle3_hf.training.data.formats`) as one dataset.
+    """Load training data of any known shape (see `eagle3_hf.training.data.formats`) as one dataset.
 
-    Only the columns that make a chat are kept. Of rows that were read from JSON or a list, a column holds the texts
-    and `NAME.json` what was no text; `eagle3_hf.training.data.formats.read_example` reads either.
+    Only the columns that make a chat are kept. For records from JSON or a list, a column holds the texts and
+    `NAME.json` all other values; `eagle3_hf.training.data.formats.read_example` reads either.
 
     Args:
-        source: a dataset; a list of rows; a file (JSON in lines or not, parquet, CSV, text); a folder that
-            `Dataset.save_to_disk` wrote or that holds data files; or the name of a dataset on the Hub, maybe with its
-            split and a slice of it (`name:train_sft[:1000]`) or with a configuration too (`name:config:split`).
-        split: which one, where there are several (`train` if there is one of that name). May be a slice.
+        source: a dataset; a list of records; a file (JSON in lines or not, parquet, CSV, text); a folder that
+            `Dataset.save_to_disk` wrote or that holds data files; or the name of a dataset on the Hub, optionally with
+            its split and a slice of it (`name:train_sft[:1000]`) or with a configuration too (`name:config:split`).
+        split: split to load, if there are several (default: `train`). It may be a slice.
 
     Raises:
-        ValueError: nothing there, a stream, a line that is not JSON, columns of no known shape, or a split to choose.
-        FileNotFoundError: neither a file, nor a folder, nor a name that the Hub may know.
+        ValueError: the source is empty, a stream or not JSON, its columns have no known shape, or a split is missing.
+        FileNotFoundError: the source is neither a file, nor a folder, nor a name that the Hub may know.
     """
     with _naming(source):
         chats = _load(source, split)
@@ -85,7 +83,7 @@ def load_chats(source: Source, *, split: str | None = None) -> Dataset:
 
 @contextmanager
 def _naming(source: Source) -> Iterator[None]:
-    """Every error names the source, and says what `datasets` keeps behind an exception of its own."""
+    """Make every error name the source, and show the causes that `datasets` hides behind an exception of its own."""
     name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else f"this {type(source).__name__}"
     try:
         yield
@@ -98,7 +96,7 @@ def _naming(source: Source) -> Iterator[None]:
 
 
 def _with_known_columns(chats: Dataset) -> Dataset:
-    """The columns that make a chat, under the names by which they are known."""
+    """Select the columns that make a chat, and give them their known names."""
     meant = {name: column_for(name) for name in chats.column_names}
     recognise(meant.values())
     known = {name: column for name, column in meant.items() if plain_name(column) in COLUMNS or is_own(column)}
@@ -106,7 +104,7 @@ def _with_known_columns(chats: Dataset) -> Dataset:
     kept = {name: column for name, column in known.items() if name == column or column not in known}
     if len(kept) < len(meant):
         chats = chats.select_columns(list(kept))
-    if chats.format["type"] not in (None, "custom"):  # rows of arrays and tensors; a transform makes rows of its own
+    if chats.format["type"] not in (None, "custom"):  # arrays and tensors; a custom transform stays
         chats = chats.with_format(None)
     renamed = {name: column for name, column in kept.items() if name != column}
     return chats.rename_columns(renamed) if renamed else chats
@@ -149,7 +147,7 @@ def _load_file(path: Path) -> Dataset:
 
 
 def _ending(path: Path) -> str:
-    """The last ending of a file's name that tells what is in it."""
+    """Return the last extension of a file that tells what is in it, leaving out those of compression."""
     endings = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED]
     return endings[-1] if endings else ""
 
@@ -166,7 +164,7 @@ def _load_from_hub(source: str, split: str | None) -> Dataset | Mapping[str, Dat
 def _one_split(splits: Mapping[str, Dataset], split: str | None) -> Dataset:
     if split is None and len(splits) == 1:
         return next(iter(splits.values()))
-    lengths = {name: len(rows) for name, rows in splits.items()}
+    lengths = {name: len(part) for name, part in splits.items()}
     try:
         parts = ReadInstruction.from_spec(split or "train").to_absolute(lengths)
     except (AssertionError, ValueError) as error:
@@ -178,62 +176,62 @@ def _one_split(splits: Mapping[str, Dataset], split: str | None) -> Dataset:
     return chosen[0] if len(chosen) == 1 else concatenate_datasets(chosen)
 
 
-# ----- rows that are read here ---------------------------------------------------------------------------------------
+# ----- records that are read here ------------------------------------------------------------------------------------
 
 
-def _from_list(rows: list[Any]) -> Dataset:
-    if rows and _is_tokens(rows[0]):
-        return Dataset.from_list([{name: row.get(name) for name in TOKENS} for row in rows])
-    numbered = ((f"row {number} of the list", row) for number, row in enumerate(rows))
+def _from_list(records: list[Any]) -> Dataset:
+    if records and _is_tokens(records[0]):
+        return Dataset.from_list([{name: record.get(name) for name in TOKENS} for record in records])
+    numbered = ((f"item {number} of the list", record) for number, record in enumerate(records))
     return in_memory(_checked(numbered), _CHAT_COLUMNS)
 
 
 def _from_files(paths: list[Path]) -> Dataset:
-    if _is_tokens(next(_rows_of(paths), ("", None))[1]):  # numbers alone, of one type
+    if _is_tokens(next(_records_of(paths), ("", None))[1]):  # numbers alone, of one type
         return load_dataset("json", data_files=[str(path) for path in paths], split="train")
     if sum(path.stat().st_size for path in paths) <= _IN_MEMORY:
-        return in_memory(_checked(_rows_of(paths)), _CHAT_COLUMNS)
-    return on_disk(_checked(_rows_of(paths)), _CHAT_COLUMNS, _kept_in(paths))
+        return in_memory(_checked(_records_of(paths)), _CHAT_COLUMNS)
+    return on_disk(_checked(_records_of(paths)), _CHAT_COLUMNS, _kept_in(paths))
 
 
 def _kept_in(paths: list[Path]) -> Path:
-    """Where the rows of these files are kept, as long as they stay what they are."""
+    """Return where the records of these files are cached, as long as the files do not change."""
     stamps = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     digest = hashlib.sha256(repr((_READING, stamps)).encode()).hexdigest()[:32]
     return Path(datasets.config.HF_DATASETS_CACHE) / "eagle3_chats" / f"{digest}.arrow"
 
 
-def _rows_of(paths: list[Path]) -> Iterator[tuple[str, Any]]:
+def _records_of(paths: list[Path]) -> Iterator[tuple[str, Any]]:
     for path in paths:
         separator = _TABLES.get(_ending(path))
         where = f"{path.name}, line" if len(paths) > 1 else "line"
-        for number, row in read_json(path) if separator is None else read_table(path, separator):
-            yield f"{where} {number}", row
+        for number, record in read_json(path) if separator is None else read_table(path, separator):
+            yield f"{where} {number}", record
 
 
-def _is_tokens(row: Any) -> bool:
-    return isinstance(row, Mapping) and all(isinstance(row.get(name), list) for name in TOKENS)
+def _is_tokens(record: Any) -> bool:
+    return isinstance(record, Mapping) and all(isinstance(record.get(name), list) for name in TOKENS)
 
 
-def _checked(rows: Iterator[tuple[str, Any]]) -> Iterator[StoredRow]:
-    """Rows as they are stored.
+def _checked(records: Iterator[tuple[str, Any]]) -> Iterator[StoredRecord]:
+    """Yield records as they are stored.
 
     Raises:
-        ValueError: in the end, if none of them had a column of a chat.
+        ValueError: at the end, if none of them had a column of a chat.
     """
     found: dict[str, None] = {}
 
     def noted() -> Iterator[tuple[str, Any]]:
-        for place, row in rows:
-            # A row that is a list is a chat of nothing but its turns.
-            names = row if isinstance(row, Mapping) else ["messages"] if isinstance(row, list) else []
+        for place, record in records:
+            # A record that is a list is a chat that consists of its turns alone.
+            names = record if isinstance(record, Mapping) else ["messages"] if isinstance(record, list) else []
             found.update((str(name), None) for name in names)
-            yield place, row
+            yield place, record
 
-    stored: StoredRow | None = None
-    for stored in stored_rows(noted(), _CHAT_COLUMNS, column_for):
+    stored: StoredRecord | None = None
+    for stored in stored_records(noted(), _CHAT_COLUMNS, column_for):
         yield stored
     if stored is not None:
         if not found:
-            decoded(stored)  # raises with what is wrong with the last row, as with all before
+            decoded(stored)  # raises with what is wrong with the last record, as with all before
         recognise(map(column_for, found))

@@ -1,6 +1,4 @@
-"""Rows of a CSV file, its cells as the texts that they are: `4`, `NA` and `None` may be answers."""
-
-from __future__ import annotations
+"""Rows of a CSV file, whose cells stay texts: `4`, `NA` and `None` may be answers."""
 
 import csv
 from collections.abc import Iterator
@@ -14,12 +12,12 @@ _LARGEST_CELL = (1 << 31) - 1  # the module's own limit is 128 KiB
 
 
 def read_table(path: Path, separator: str) -> Iterator[tuple[int, Any]]:
-    """The number of the line in which a row ends, and the row by the names of the heading; empty cells are null.
+    """Yield the number of the line in which a row ends, and the row by the names of the heading; empty cells are null.
 
-    A row with more or fewer cells than the heading is unreadable: a text with a comma in it, and no quotes around.
+    A row with more or fewer cells than the heading is unreadable: it has a text with a comma and without quotes.
 
     Raises:
-        ValueError: quotes without an end, or not Unicode; names the line.
+        ValueError: quotes have no end, or the file is not Unicode; the message names the line.
     """
     csv.field_size_limit(_LARGEST_CELL)
     reader = csv.reader((text for _, text in read_lines(path)), delimiter=separator, strict=True)

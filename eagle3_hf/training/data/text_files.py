@@ -1,9 +1,7 @@
-"""Lines of a text file, in UTF-8 or UTF-16, compressed or not: told by its bytes, not by its name.
+"""Lines of a text file, in UTF-8 or UTF-16, compressed or not, as its bytes tell and not its name.
 
-A file that is no text, is in another encoding or was cut off is an error with the line.
+A file that is not text, has another encoding or was cut off is an error that names the line.
 """
-
-from __future__ import annotations
 
 import bz2
 import codecs
@@ -32,20 +30,20 @@ _BOM = "\ufeff"
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands in for a row that cannot be read though the file around it can.
+    """Replaces a record that cannot be read in a file that can.
 
     Attributes:
-        why: what is wrong with it.
+        why: what is wrong with the record.
     """
 
     why: str
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file with their numbers, from 1 on.
+    """Yield the lines of a text file with their numbers, from 1 on.
 
     Raises:
-        ValueError: no text, or in another encoding than UTF-8, UTF-16 or UTF-32; names the line.
+        ValueError: the file is not text, or not in UTF-8, UTF-16 or UTF-32; the message names the line.
     """
     try:
         with _open(path) as file:
@@ -60,7 +58,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def encoding_of(path: Path) -> str:
-    """The Unicode encoding of a text file."""
+    """Return the Unicode encoding of a text file."""
     with _open(path) as file:
         encoding = _encoding(file.read(4))
     return "utf-8-sig" if encoding == "utf-8" else encoding  # with a mark or without
@@ -76,7 +74,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _encoding(head: bytes) -> str:
-    """The encoding of a file that begins with these bytes, told by its mark or by the zeros in it."""
+    """Return the encoding of a file that begins with these bytes, by its byte order mark or the zeros in it."""
     if head.startswith((codecs.BOM_UTF8, b"\0\0\0\0")):
         return "utf-8"
     return json.detect_encoding(head)
@@ -96,7 +94,7 @@ def _decoded(path: Path, file: IO[bytes], encoding: str) -> Iterator[tuple[int, 
 
 
 def _not_unicode(path: Path, number: int, error: UnicodeDecodeError) -> ValueError:
-    """What to say of a line that is not in the encoding that the file seems to have."""
+    """Return the error for a line that is not in the encoding that the file seems to have."""
     message = f"{path}, line {number}: not {error.encoding.upper()} ({error.reason})"
     if error.encoding != "utf-8":
         return ValueError(f"{message}; was the file cut off?")

@@ -1,10 +1,8 @@
-"""Turns of a chat, whoever wrote them down, as the messages that a chat template takes.
+"""Turns of a chat in the various forms of datasets, as the messages that a chat template takes.
 
-What differs between datasets is settled here: names of keys and roles, content in parts, thoughts, calls of tools, and
+The differences between datasets are handled here: names of keys and roles, content in parts, thoughts, tool calls, and
 weights.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +13,7 @@ from .dropped_chats import OddChatError
 
 Message = dict[str, Any]
 
-# Names that datasets have for the roles of chat APIs. There is no standard but usage.
+# Names that datasets have for the roles of chat APIs; there is no standard.
 _ROLES = {
     "user": ("human", "prompter"),
     "assistant": ("gpt", "chatgpt", "bing", "bard", "claude", "model", "bot", "chatbot", "ai", "function_call"),
@@ -35,10 +33,10 @@ _THOUGHT_PARTS = ("thinking", "reasoning")
 
 
 def read_turns(value: Any, column: str) -> list[Message]:
-    """The turns of a chat; some datasets keep them as JSON.
+    """Read the turns of a chat, which some datasets keep as JSON.
 
     Raises:
-        OddChatError: no list of turns, or one that cannot be read.
+        OddChatError: the value is not a list of turns, or one of them cannot be read.
     """
     turns = parse_json(value, column) if isinstance(value, str) and value.strip() else value or []
     if isinstance(turns, Mapping):
@@ -70,7 +68,7 @@ def _read_turn(turn: Any, column: str) -> list[Message]:
 
 
 def _role(turn: Mapping[str, Any], column: str) -> str:
-    """The role as chat APIs name it; one that nobody knows is left to the chat template, which may."""
+    """Return the role under its name in chat APIs; an unknown one is left to the chat template, which may know it."""
     name = turn["role"] if turn.get("role") is not None else turn["from"]
     if not isinstance(name, str):
         raise OddChatError("a role that is no text", f"the role of a turn is {_shown(name)}, not text")
@@ -85,7 +83,7 @@ def _role(turn: Mapping[str, Any], column: str) -> str:
 
 
 def message(role: str, content: Any, **rest: Any) -> Message:
-    """A message with one text as its content, and without the nulls that columnar storage adds."""
+    """Make a message with one text as its content, and without the nulls that columnar storage adds."""
     text, thoughts = _text_of(role, content)
     read: Message = {"role": role, "content": text, **without_nulls(rest)}
     if thoughts:
@@ -98,9 +96,9 @@ def message(role: str, content: Any, **rest: Any) -> Message:
 
 
 def _text_of(role: str, content: Any) -> tuple[str, str]:
-    """The text of a turn, and the thoughts that stand beside it."""
+    """Return the text of a turn, and the thoughts beside it."""
     if content is None or isinstance(content, str):
-        # Beside calls of tools APIs have null; servers hand templates an empty text.
+        # With tool calls APIs have null as the content; servers pass an empty text to templates.
         return content or "", ""
     parts = [content] if isinstance(content, Mapping) else content
     if not isinstance(parts, Sequence):
@@ -151,7 +149,7 @@ def _list_of_calls(calls: Any) -> list[Any]:
 
 
 def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object, as servers hand it to templates; APIs send them as JSON."""
+    """Read a call with its arguments as an object, as servers pass it to templates; APIs send them as JSON."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _read_call(call["function"])}
     arguments = call.get("arguments")
@@ -165,7 +163,7 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """What the chat template may be told of tools: a list, or its JSON, or a list of JSON."""
+    """Read descriptions of tools for the chat template: a list, its JSON, or a list of JSON."""
     tools = parse_json(value, "tools") if isinstance(value, str) and value.strip() else value or None
     tools = [tools] if isinstance(tools, Mapping) else tools
     if tools is not None and not isinstance(tools, list):
@@ -176,10 +174,10 @@ def read_tools(value: Any) -> list[Any] | None:
 
 
 def learnt(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer is to be learnt: not with `weight` 0. There is no learning by halves.
+    """Whether an answer is to be learnt: not with `weight` 0. Fractions are not supported.
 
     Raises:
-        OddChatError: another weight than 0, 1 or null.
+        OddChatError: the weight is not 0, 1 or null.
     """
     weight = answer.get("weight")
     if weight is not None and (isinstance(weight, str) or weight not in (0, 1)):
@@ -191,7 +189,7 @@ def learnt(answer: Mapping[str, Any]) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """Undo what columnar storage does to objects: each has the keys of all, null where it had none."""
+    """Remove the nulls that columnar storage adds to objects, each of which has the keys of all."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

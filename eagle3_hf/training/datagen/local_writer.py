@@ -1,9 +1,7 @@
-"""A target that writes: answers in batches, by the model in this process.
+"""Answers by a target in this process, in batches.
 
-`Conversation` is a chat in the making, whoever writes it; `openai_client` writes them by another program.
+`Conversation` is a chat in the making, whoever writes it; with `openai_client` another program does.
 """
-
-from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +21,16 @@ class WritingSettings:
     """How answers are chosen; with the same settings and seed they are the same.
 
     Args:
-        model: name of the target, only recorded.
-        max_new_tokens: longest answer, in tokens.
-        temperature: of the answers that are not greedy; they come from the target's whole distribution.
-        greedy_share: share of the chats answered greedily, 0 to 1.
-        seed: of all random choices.
-        template_kwargs: extra variables of the chat template (`{"enable_thinking": False}`).
+        model: name of the target, which is only recorded.
+        max_new_tokens: length of the longest answer, in tokens.
+        temperature: temperature of the answers that are not greedy; they come from the target's whole distribution.
+        greedy_share: share of the chats that are answered greedily, 0 to 1.
+        seed: seed of all random choices.
+        template_kwargs: extra variables for the chat template (`{"enable_thinking": False}`).
         request_extra: fields for a server's requests beyond those of the standard (`{"top_k": -1}`).
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     model: str = ""
@@ -60,11 +61,11 @@ class Conversation:
     Attributes:
         index: number of the chat among the prompts.
         script: the messages to come; None stands for an answer to be written.
-        tools: what the template may be told of tools.
-        greedy: whether its answers are the target's best tokens.
-        messages: what is there so far.
+        tools: descriptions of tools for the chat template.
+        greedy: whether its answers are the target's most likely tokens.
+        messages: the messages that are there so far.
         finished: False once an answer was cut; nothing follows it then.
-        problem: why no answer could be had, else empty.
+        problem: why no answer could be obtained, else empty.
     """
 
     index: int
@@ -77,7 +78,7 @@ class Conversation:
     _next: int = 0
 
     def wants_answer(self) -> bool:
-        """Take over messages up to the next answer to be written; False when there is none left."""
+        """Take over messages up to the next answer to be written, and return whether there is one."""
         if not self.finished or self.problem:
             return False
         while self._next < len(self.script):
@@ -96,34 +97,34 @@ class Conversation:
 
     @property
     def turn(self) -> int:
-        """Number of the answer to be written, counted over all messages: part of its seed."""
+        """Number of the answer to be written, counted over all messages; it is part of the answer's seed."""
         return len(self.messages)
 
 
-class GreedyRows(LogitsProcessor):
-    """Leaves the marked rows of a sampled batch only their best token, so that one batch holds both kinds.
+class GreedySequences(LogitsProcessor):
+    """Leaves the marked sequences of a sampled batch only their most likely token, so that a batch holds both kinds.
 
     Args:
-        rows: `(B,)` bool.
+        marked: `(B,)` bool.
     """
 
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows[:, None]
+    def __init__(self, marked: Tensor) -> None:
+        self.marked = marked[:, None]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         best = torch.full_like(scores, -torch.inf).scatter(1, scores.argmax(1, keepdim=True), 0.0)
-        return torch.where(self.rows, best, scores)
+        return torch.where(self.marked, best, scores)
 
 
 class TargetWriter:
-    """A target with its chat template, writing in batches.
+    """A target with its chat template, which writes answers in batches.
 
     Args:
-        target: a causal language model; its own random generator state is left alone.
+        target: a causal language model. The state of the random generators is left alone.
         template: the chat template that serving uses.
 
     Raises:
-        ValueError: nothing names a token that ends an answer.
+        ValueError: neither tokenizer nor target names a token that ends an answer.
     """
 
     batched = True
@@ -142,13 +143,13 @@ class TargetWriter:
     @classmethod
     def of(
         cls, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: WritingSettings
-    ) -> TargetWriter:
+    ) -> "TargetWriter":
         return cls(target, ChatTemplate(tokenizer, settings.template_kwargs))
 
     def write(
         self, batches: Sequence[Sequence[Conversation]], settings: WritingSettings
     ) -> Iterator[list[Conversation]]:
-        """Every batch, when the last answer of its longest chat is there."""
+        """Yield every batch when the last answer of its longest chat is there."""
         training = self.target.training
         self.target.eval()
         try:
@@ -184,7 +185,7 @@ class TargetWriter:
             chats[i].answer(self.template.message(text), finished)
 
     def _prompt(self, chat: Conversation) -> list[int]:
-        """Ids to continue; none, and the reason noted, where the template or the target's length refuses them."""
+        """Return the ids to continue; none, with the reason noted, if template or target reject the chat."""
         try:
             template = self.template.with_tools(chat.tools)
             ids = template.tokenize(template.render(chat.messages, generation_prompt=True))
@@ -197,7 +198,7 @@ class TargetWriter:
         return ids
 
     def text(self, ids: list[int]) -> tuple[str, bool]:
-        """What an answer's ids say, up to its end, and whether there is an end."""
+        """Decode an answer up to its end, and tell whether there is an end."""
         kept = until(ids, self.ends)
         finished = len(kept) < len(ids)
         content = str(self.template.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
@@ -214,11 +215,11 @@ class TargetWriter:
         top_p: float = 1.0,
         greedy: Sequence[bool] = (),
     ) -> list[list[int]]:
-        """New ids behind each prompt; `greedy` marks the rows that take their best tokens."""
+        """Return the new ids behind each prompt; `greedy` marks the prompts that take the most likely tokens."""
         pad = self.template.tokenizer.pad_token_id
         pad = ends[0] if pad is None else pad
         input_ids, attention_mask = (t.to(self.target.device) for t in _left_pad(prompts, pad))
-        # Every setting that would bend the target's own distribution is named: its generation_config fills the rest.
+        # Every setting that would change the target's own distribution is named: its generation_config fills the rest.
         config = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=True,
@@ -237,8 +238,8 @@ class TargetWriter:
             eos_token_id=ends,
             pad_token_id=pad,
         )
-        processors = [GreedyRows(torch.tensor(greedy, device=input_ids.device))] if any(greedy) else []
-        output = self.target.generate(
+        processors = [GreedySequences(torch.tensor(greedy, device=input_ids.device))] if any(greedy) else []
+        output = self.target.generate(  # type: ignore[operator]  # of GenerationMixin, which causal models add
             input_ids, attention_mask=attention_mask, generation_config=config, logits_processor=processors
         )
         return output[:, input_ids.shape[1] :].tolist()
@@ -246,20 +247,20 @@ class TargetWriter:
 
 @contextmanager
 def seeded(device: torch.device, draw: random.Random) -> Iterator[None]:
-    """Torch's random numbers by `draw`, for one block; the caller's own are left alone."""
+    """Seed torch's random numbers by `draw` for one block, and leave the caller's own alone."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(draw.getrandbits(63))
         yield
 
 
 def until(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """The ids before the first end; all of them where there is none."""
+    """Return the ids before the first end; all of them where there is none."""
     return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
 
 
-def _left_pad(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Prompts to `input_ids (B, T)` and `attention_mask (B, T)`, the last tokens in the last column."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+def _left_pad(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Turn prompts into `input_ids (B, T)` and `attention_mask (B, T)`, the last tokens in the last column."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return ids, mask

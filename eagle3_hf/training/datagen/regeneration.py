@@ -1,15 +1,13 @@
-"""Answers by the target, for the prompts of any dataset: what a head learns should be the target's own words.
+"""Answers by the target to the prompts of any dataset, since a head should be trained on the target's own outputs.
 
-Every answer of a chat is written anew, in order, each on the history of the new ones. Calls of tools stay as they are,
-since what the tools said belongs to them. A chat ends where an answer was cut.
+Every answer of a chat is generated again, in order, with the new answers as history. Tool calls stay as they are,
+since the outputs of the tools belong to them. A chat ends where an answer was cut.
 
-Each process appends finished chats to a file of its own beside the output (`OUT.part-000-of-001`). A line names its
-prompt's number and a hash of everything it depends on, so a run that was stopped anywhere, also in the middle of a
-line, goes on with what is missing, with any number of processes; whoever finishes last writes the output, in the order
-of the prompts. Batches and their random numbers depend on the prompts alone, so the result is the same.
+Each process appends finished chats to a file of its own beside the output (`OUT.part-000-of-001`). A line names the
+number of its prompt and a hash of everything it depends on, so that a run which was stopped anywhere, even in the
+middle of a line, resumes with any number of processes. The process that finishes last writes the output, in the order
+of the prompts. Batches and their random numbers depend on the prompts alone, so that the result is the same.
 """
-
-from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -36,7 +34,7 @@ logger = get_logger(__name__)
 
 
 class Writer(Protocol):
-    """Who writes: `TargetWriter` (this process), `ServerWriter` (another program).
+    """What writes answers: `TargetWriter` in this process, or `ServerWriter` through another program.
 
     Attributes:
         batched: whether the chats of a batch share their random numbers.
@@ -54,20 +52,20 @@ class Regeneration:
 
     Args:
         prompts: whatever `load_chats` takes, in any shape that has turns. A chat that ends with a question gets an
-            answer to it too, so prompts alone will do.
-        output_path: the JSONL file, one object a line: `messages`, `decoding` (`greedy` or `temperature_1`),
-            `finished`, and `index` and `source`, by which a later run knows them.
+            answer to it too, so that prompts alone are enough.
+        output_path: the JSONL file with one object per line: `messages`, `decoding` (`greedy` or `temperature_1`),
+            `finished`, and `index` and `source`, by which a later run recognises them.
         settings: how answers are chosen.
-        batch_size: chats written at once by a target in this process.
+        batch_size: number of chats that a target in this process writes at once.
         part: `(i, n)`: of n processes this is the i-th; each takes every n-th batch.
         about: templates with `{text}`, see `about_texts`.
         split: see `load_chats`.
 
     Attributes:
-        pending: number of chats that this process has still to write.
+        pending: number of chats that this process still has to write.
 
     Raises:
-        ValueError: rows without turns, or an output that holds answers to other prompts or by other settings.
+        ValueError: the data has no turns, or the output holds answers to other prompts or with other settings.
     """
 
     def __init__(
@@ -94,26 +92,26 @@ class Regeneration:
         self.conversations = _conversations(chats, settings)
         self._sources = {chat.index: _source(chat, settings) for chat in self.conversations}
         self._known = self._done()
-        # Chats of one length together, the longest first: if the memory does not suffice, it shows at once.
+        # Chats of similar length share a batch, the longest first: if there is too little memory, it shows at once.
         order = sorted(self.conversations, key=lambda chat: (-_size(chat), chat.index))
         batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         self._batches = [batch for batch in batches[part[0] :: part[1]] if self._new(batch)]
         self.pending = sum(len(self._new(batch)) for batch in self._batches)
 
     def run(self, writer: Writer, *, progress: bool = True) -> int:
-        """Write what is missing; the number of chats written by this call.
+        """Write what is missing, and return the number of chats that this call has written.
 
         Raises:
-            RuntimeError: not one of the prompts could be answered; says why not.
+            RuntimeError: not one of the prompts could be answered; the message says why.
         """
         if not self.pending:
             self.merge()
             return 0
         drop_torn_line(self._part_path)
-        # Chats of a batch share their random numbers: it is written anew as a whole where some are there already.
+        # Chats of a batch share their random numbers: a batch that is there in part is written again as a whole.
         batches = self._batches if writer.batched else [[chat] for batch in self._batches for chat in self._new(batch)]
         total, written, failed = sum(map(len, batches)), 0, 0
-        enough = 10 if self._known else min(10, self.pending)  # failures that are no matter of single prompts
+        enough = 10 if self._known else min(10, self.pending)  # so many failures are not due to single prompts
         with tqdm(total=total, desc="Answering", unit="chat", disable=not progress) as bar:
             for chats in writer.write(batches, self.settings):
                 new = self._new(chats)
@@ -159,7 +157,11 @@ class Regeneration:
         return record | {"index": chat.index, "source": self._sources[chat.index]}
 
     def _done(self) -> set[int]:
-        """Indices of the chats that are in the output or in a part; answers to other prompts are refused."""
+        """Return the indices of the chats that are in the output or in a part.
+
+        Raises:
+            ValueError: there are answers to other prompts, or with other settings.
+        """
         done = set()
         for path in (self.path, *self._parts()):
             for line in _lines(path):
@@ -167,11 +169,11 @@ class Regeneration:
                 if index is None or source is None:
                     raise ValueError(f"{path} was not written by this command: choose another output")
                 if index not in self._sources:
-                    raise ValueError(f"{path} answers prompt {index}, which is not among the prompts now given")
+                    raise ValueError(f"{path} answers prompt {index}, which is not among the prompts of this run")
                 if source != self._sources[index]:
                     changed = _what_changed(source, self._sources[index])
                     raise ValueError(
-                        f"{path} answers prompt {index} with {changed}: go on with what that run was given, or choose "
+                        f"{path} answers prompt {index} with {changed}: use the options of that run, or choose "
                         "another output"
                     )
                 if "problem" not in line:  # those are tried again
@@ -179,13 +181,13 @@ class Regeneration:
         return done
 
     def merge(self) -> None:
-        """The output in the order of the prompts, once every process is through; the parts are then removed."""
+        """Write the output in the order of the prompts once every process has finished, and remove the parts."""
         parts = self._parts()
         if not parts:
             return
         try:
             with contextlib.ExitStack() as stack:
-                # Held open, these stay what they are, whatever another process that merges does to their names.
+                # Open files stay readable if another process merges them and removes their names.
                 paths = [self.path, *parts] if self.path.exists() else parts
                 files = [stack.enter_context(path.open("rb")) for path in paths]
                 partial = self._join(files)
@@ -197,8 +199,10 @@ class Regeneration:
                 path.unlink(missing_ok=True)
 
     def _join(self, files: Sequence[BinaryIO]) -> Path | None:
-        """A new file of all chats in order; None while some of them are still to come."""
-        places: dict[int, tuple[BinaryIO, int]] = {}  # where a chat's line is: all lines may not fit into memory
+        """Write a new file of all chats in order; return None while some of them are missing."""
+        places: dict[
+            int, tuple[BinaryIO, int]
+        ] = {}  # file and offset of a chat's line, since all lines may not fit into memory
         failed: set[int] = set()
         for file in files:
             for offset, line in _lines_of(file):
@@ -218,35 +222,35 @@ class Regeneration:
 
 
 def _conversations(chats: Dataset, settings: WritingSettings) -> list[Conversation]:
-    """What there is to answer; rows without a question are left out and counted."""
+    """Return the chats to answer; examples without a question are left out and counted."""
     shapes = recognise(chats.column_names)
     if not shapes & {"turns", "questions"}:
         (shape,) = shapes
-        raise ValueError(f"rows of {shape} have no questions to answer: pass chats or prompts")
+        raise ValueError(f"examples of {shape} have no questions to answer: pass chats or prompts")
     conversations: list[Conversation] = []
     dropped = DroppedChats()
-    for index, row in enumerate(chats):
+    for index, record in enumerate(chats):
         try:
-            conversations.append(_conversation(index, row, settings))
+            conversations.append(_conversation(index, record, settings))
         except OddChatError as error:
             dropped.add(index, error)
     if dropped:
-        message = f"{len(dropped)} of {len(chats)} rows have nothing to answer and are dropped:\n{dropped}"
+        message = f"{len(dropped)} of {len(chats)} examples have nothing to answer and are dropped:\n{dropped}"
         if not conversations:
             raise ValueError(message)
         logger.warning("%s", message)
     return conversations
 
 
-def _conversation(index: int, row: Mapping[str, Any], settings: WritingSettings) -> Conversation:
-    example = read_example(row)
+def _conversation(index: int, record: Mapping[str, Any], settings: WritingSettings) -> Conversation:
+    example = read_example(record)
     messages = [{"role": "user", "content": example.prompt}] if example.prompt else example.messages
     greedy = random.Random(f"{settings.seed}/{index}").random() < settings.greedy_share
     return Conversation(index, script_of(messages), tools=example.tools, greedy=greedy)
 
 
 def script_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
-    """The messages with None for every answer to be written.
+    """Return the messages with None for every answer to be written.
 
     Raises:
         OddChatError: there is no question.
@@ -266,24 +270,24 @@ def script_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]
 
 
 def about_texts(chats: Dataset, templates: Sequence[str], seed: int = 0) -> Dataset:
-    """Prompts about texts that the target wrote before: one for every chat, its last answer put into a template.
+    """Make prompts about texts that the target wrote before: the last answer of every chat is put into a template.
 
-    A head that has only seen short chats guesses badly behind long prompts. So let the target write long answers
+    A head that was trained on short chats only drafts badly after long prompts. So let the target write long answers
     first, and then ask it about them, for a summary, say.
 
     Args:
-        chats: with answers.
+        chats: chats with answers.
         templates: user turns with `{text}` in them, one drawn for each chat; a second `{text}` takes the next chat's
-            answer, and so on, so that prompts can be as long as wished.
-        seed: of the drawing.
+            answer, and so on, so that prompts can have any length.
+        seed: seed of the drawing.
 
     Raises:
-        ValueError: a template without `{text}`, or no answers.
+        ValueError: a template has no `{text}`, or there are no answers.
     """
     for template in templates:
         if "{text}" not in template:
             raise ValueError(f"the template {template[:80]!r} has no {{text}} for the text to ask about")
-    texts = [text for row in chats if (text := _last_answer(row)) is not None]
+    texts = [text for record in chats if (text := _last_answer(record)) is not None]
     if not texts:
         raise ValueError("no chat ends with an answer, so there is no text to ask about: write some first")
     prompts = []
@@ -294,10 +298,10 @@ def about_texts(chats: Dataset, templates: Sequence[str], seed: int = 0) -> Data
     return Dataset.from_list(prompts)
 
 
-def _last_answer(row: Mapping[str, Any]) -> str | None:
-    """What a chat ends with; `None` where that is no answer in words, or the row cannot be read."""
+def _last_answer(record: Mapping[str, Any]) -> str | None:
+    """Return the text of a chat's last answer; `None` if it does not end with one, or cannot be read."""
     try:
-        example = read_example(row)
+        example = read_example(record)
     except OddChatError:
         return None
     if not example.messages:
@@ -312,7 +316,7 @@ def _size(chat: Conversation) -> int:
 
 
 def _source(chat: Conversation, settings: WritingSettings) -> str:
-    """Short hashes of all that a chat's answers depend on: of the prompt, then of every setting."""
+    """Return short hashes of everything that a chat's answers depend on: of the prompt, then of every setting."""
     parts = [[chat.script, chat.tools], *asdict(settings).values()]
     texts = (json.dumps(part, sort_keys=True, ensure_ascii=False) for part in parts)
     return "-".join(hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts)
@@ -325,14 +329,14 @@ def _what_changed(before: str, now: str) -> str:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a file's complete lines: a file that is not there has none."""
-    # It may be an output to come, or a part that another process has just merged.
+    """Yield the objects of a file's complete lines; a missing file has none."""
+    # The output may not exist yet, and another process may just have merged a part.
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         yield from (line for _, line in _lines_of(file))
 
 
 def _lines_of(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Offset and object of every complete line; a torn last line is left out."""
+    """Yield offset and object of every complete line; an incomplete last line is left out."""
     offset = 0
     for number, line in enumerate(file, start=1):
         if not line.endswith(b"\n"):
@@ -341,7 +345,7 @@ def _lines_of(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
             content = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{file.name}, line {number}: not JSON ({error}); remove the line, start again"
+                f"{file.name}, line {number}: not JSON ({error}); remove the line and start again"
             ) from error
         if not isinstance(content, dict):
             raise ValueError(f"{file.name} was not written by this command: choose another output")

@@ -1,11 +1,9 @@
 """Chats that a target writes itself: first the user turn, then the answer.
 
-A head learns to guess what its target says, so the best answers to learn from are the target's own. An instruction
-model has also seen enough user turns to write one when its chat template's text up to the user's content is all it is
-given; seed phrases steer the subject.
+A head learns to predict its target, so the best answers to learn from are the target's own. An instruction-tuned model
+also writes user turns, if its prompt is the chat template's text up to the content of a user turn; seed phrases steer
+the subject.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -22,13 +20,13 @@ from ..data.chat_template import ChatTemplate
 from .local_writer import TargetWriter, check_randomness, seeded, until
 
 
-# A target that writes no user turn in so many attempts will not write one at all.
+# A target that has written no user turn in so many attempts is assumed to write none at all.
 MAX_ATTEMPTS = 20
 
 
 @dataclass
 class _Writer:
-    """A target with the settings it writes under."""
+    """A target with the settings of what it writes."""
 
     writer: TargetWriter
     seeds: Sequence[str]
@@ -44,7 +42,7 @@ class _Writer:
         self.user_ends = sorted({*self.writer.ends, *self.template.special_ids})
 
     def batch(self, size: int, draw: random.Random) -> list[dict[str, Any]]:
-        """`size` chats, by the random numbers of `draw` and of torch."""
+        """Write `size` chats with the random numbers of `draw` and of torch."""
         users = self._user_turns(size, draw)
         greedy = [draw.random() < self.greedy_share for _ in range(size)]
         chats = [[{"role": "user", "content": user}] for user in users]
@@ -71,7 +69,7 @@ class _Writer:
         if all(turns):
             return turns
         raise RuntimeError(
-            f"the target wrote an empty user turn {MAX_ATTEMPTS} times in a row after the prompt "
+            f"the target wrote an empty user turn {MAX_ATTEMPTS} consecutive times after the prompt "
             f"{self.user_prefix[-80:]!r}; pass seed phrases for it to continue"
         )
 
@@ -85,7 +83,7 @@ class _Writer:
         def decode(ids: list[int]) -> str:
             return str(self.template.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-        # Decoded behind its prompt: some tokenizers drop the space before the first token of a text.
+        # The text is decoded with its prompt: some tokenizers drop the space before the first token of a text.
         text = decode(prompt + until(ids, self.user_ends))[len(decode(prompt)) :]
         if self.user_mark:
             text = text.partition(self.user_mark)[0]
@@ -111,32 +109,32 @@ def synthesize(
 ) -> int:
     """Let a target write chats until a JSONL file holds `num_chats` of them.
 
-    One object a line: `messages` (user, assistant), `decoding` (how the answer was chosen: `greedy` or
+    Each line is an object: `messages` (user, assistant), `decoding` (how the answer was chosen: `greedy` or
     `temperature_1`), `finished` (False: the answer was cut at `max_new_tokens` and has no end of turn). Lines are
-    written batch by batch; a file that is there already is continued, and with the same arguments the end is the file
-    that an uninterrupted run would have written.
+    written batch by batch. An existing file is continued; with the same arguments the result is the file that an
+    uninterrupted run would have written.
 
     Args:
-        target: a causal language model; its own random generator state is left alone.
-        tokenizer: its tokenizer, with the chat template that serving uses.
+        target: a causal language model. The state of the random generators is left alone.
+        tokenizer: the target's tokenizer, with the chat template that serving uses.
         output_path: the JSONL file.
-        num_chats: lines that the file is to have, those already there included.
+        num_chats: number of lines that the file has at the end, including existing ones.
         seeds: beginnings of user turns, one drawn for each chat; without them the target begins the turn as well.
-        batch_size: chats written at once.
-        max_new_tokens: longest answer, in tokens.
-        max_user_tokens: longest continuation of a user turn, in tokens.
-        temperature: of user turns and of answers that are not greedy.
-        top_p: of user turns only; answers come from the target's whole distribution.
-        greedy_share: share of answers decoded greedily, 0 to 1.
-        seed: of all random choices.
-        template_kwargs: extra variables of the chat template (`{"enable_thinking": False}`).
-        progress: show a progress bar.
+        batch_size: number of chats that are written at once.
+        max_new_tokens: length of the longest answer, in tokens.
+        max_user_tokens: length of the longest continuation of a user turn, in tokens.
+        temperature: temperature of user turns and of answers that are not greedy.
+        top_p: top_p of user turns; answers come from the target's whole distribution.
+        greedy_share: share of answers that are decoded greedily, 0 to 1.
+        seed: seed of all random choices.
+        template_kwargs: extra variables for the chat template (`{"enable_thinking": False}`).
+        progress: whether to show a progress bar.
 
     Returns:
-        The number of chats written by this call.
+        The number of chats that this call has written.
 
     Raises:
-        ValueError: a setting out of range, or a tokenizer without a chat template.
+        ValueError: a setting is out of range, or the tokenizer has no chat template.
         RuntimeError: the target writes only empty user turns.
     """
     _check_settings(num_chats, batch_size, max_new_tokens, max_user_tokens, temperature, top_p, greedy_share)
@@ -152,7 +150,7 @@ def synthesize(
             while done < num_chats:
                 index, written = divmod(done, batch_size)
                 size = min(batch_size, num_chats - index * batch_size)
-                # A batch is drawn anew as a whole even where some of its lines are there: rows share their randomness.
+                # A batch is drawn again as a whole even if some of its lines exist: its chats share random numbers.
                 chats = _seeded_batch(writer, size, seed, index)[written:]
                 file.write("".join(json.dumps(chat, ensure_ascii=False) + "\n" for chat in chats))
                 file.flush()
@@ -164,7 +162,7 @@ def synthesize(
 
 
 def _seeded_batch(writer: _Writer, size: int, seed: int, index: int) -> list[dict[str, Any]]:
-    """The batch of this index, by its own random numbers, so that a resumed run needs nothing of the one before."""
+    """Write the batch of this index with random numbers of its own, so that a resumed run needs no earlier state."""
     draw = random.Random(f"{seed}/{index}")
     with seeded(writer.writer.target.device, draw):
         return writer.batch(size, draw)

@@ -1,7 +1,9 @@
-"""Target features on disk, so that the target runs once however long a head trains. `stored` reads them.
+"""Target features on disk, so that the target runs only once, however long a head trains.
 
-Shards are written whole or not at all: into a file of another name, synced, then renamed. So an interrupted run goes
-on where it stopped, and what is there can be trusted.
+`stored_features` reads what is written here.
+
+A shard is written to a file of another name, synced and then renamed, so that it is either complete or absent. An
+interrupted run therefore resumes where it stopped, and existing shards can be trusted.
 """
 
 import hashlib
@@ -17,15 +19,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
-from ...model.features import FeatureReader, target_vocab_size
+from ...model.features import FeatureReader
+from ...model.target_modules import target_vocab_size
 from ...ttt.loss import IGNORE_INDEX
 from .output_layer import OutputLayer
 from .stored_features import FP8, SCALES, StoredFeatures, check_first_choices, is_whole, shard_path, to_fp8
 
 
 def projected_bytes(num_tokens: int, hidden_size: int, num_layers: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Size of a store: `A` features and the last hidden state of every token, plus three small integers.
+    """Return the size of a store: `A` features and the last hidden state of every token, plus three small integers.
 
     With eight-bit floats every feature has a scale, and the last hidden state stays in bfloat16.
     """
@@ -34,19 +38,19 @@ def projected_bytes(num_tokens: int, hidden_size: int, num_layers: int, dtype: t
 
 
 def _last_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the last hidden state: what is learnt is made of it, so it is never rounded to eight bits."""
+    """Return the dtype of the last hidden state, which is never rounded to eight bits: the teacher is made of it."""
     return torch.bfloat16 if dtype == FP8 else dtype
 
 
 @torch.no_grad()
 def write_features(
-    target: nn.Module,
+    target: PreTrainedModel,
     dataset,
     directory: str | os.PathLike,
     layer_ids: list[int],
     *,
     batch_tokens: int = 1536,
-    shard_rows: int = 256,
+    shard_size: int = 256,
     dtype: torch.dtype = torch.bfloat16,
     part: tuple[int, int] = (0, 1),
     progress: bool = True,
@@ -54,15 +58,16 @@ def write_features(
     """Run the target over a tokenised dataset and store what training needs; the progress bar names the size first.
 
     Args:
-        target: In the dtype to run it in; put on eval here.
-        dataset: Rows with `input_ids` and `labels` (see `prepare_dataset`).
-        directory: Created; finished shards in it are kept, so that the same call resumes.
+        target: The target, in the dtype to run it in; it is put into eval mode here.
+        dataset: Examples with `input_ids` and `labels` (see `prepare_dataset`).
+        directory: Folder of the store. It is created; finished shards in it are kept, so that the same call resumes.
         layer_ids: `hidden_states` indices, as in the head's config.
-        batch_tokens: Padded tokens a forward.
-        shard_rows: Rows a file.
-        dtype: Of the stored features. With `torch.float8_e4m3fn` the features take half the room of bfloat16 and
-            are off by 1/16 of themselves at most; the last hidden state stays in bfloat16.
+        batch_tokens: Number of tokens, with padding, in a forward pass.
+        shard_size: Number of examples in a file.
+        dtype: Data type of the stored features. With `torch.float8_e4m3fn` the features take half the room of bfloat16
+            and are off by 1/16 of their value at most; the last hidden state stays in bfloat16.
         part: `(i, n)` writes every n-th shard from the i-th on, for n processes side by side.
+        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: the folder holds a store of other data or of another target, or the target's logits cannot be
@@ -71,18 +76,18 @@ def write_features(
     """
     target.eval()
     if not len(dataset):
-        raise ValueError("there are no rows to store features of: the dataset is empty")
-    if shard_rows < 1:
-        raise ValueError(f"shard_rows is {shard_rows}; a file needs at least 1 row")
+        raise ValueError("there are no examples to store features of: the dataset is empty")
+    if shard_size < 1:
+        raise ValueError(f"shard_size is {shard_size}; a file needs at least 1 example")
     if not 0 <= part[0] < part[1]:
         raise ValueError(f"part is {part}; it must be (i, n) with 0 <= i < n")
-    FeatureReader(target, layer_ids)  # rejects what it cannot read, before the folder is bound to it
+    FeatureReader(target, layer_ids)  # raises for what it cannot read, before the folder belongs to it
     output = _output_layer(target, torch.as_tensor(dataset[0]["input_ids"], device=target.device)[None, :32])
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    index = _index(dataset, layer_ids, shard_rows, dtype, target)
+    index = _index(dataset, layer_ids, shard_size, dtype, target)
     _check_index(directory, index)
-    count = -(-len(dataset) // shard_rows)
+    count = -(-len(dataset) // shard_size)
     done = [path for path in (shard_path(directory, i) for i in range(count)) if is_whole(path)]
     if done:
         _check_shard(target, done[0], directory)
@@ -93,15 +98,15 @@ def write_features(
         path = shard_path(directory, shard)
         if path in done:
             continue
-        start = shard * shard_rows
-        rows = [dataset[i] for i in range(start, min(start + shard_rows, len(dataset)))]
+        start = shard * shard_size
+        examples = [dataset[i] for i in range(start, min(start + shard_size, len(dataset)))]
         with FeatureReader(target, layer_ids) as reader:
-            tensors = _run_rows(output, reader, rows, batch_tokens, dtype)
+            tensors = _run_target(output, reader, examples, batch_tokens, dtype)
         _write_shard(tensors, path)
 
 
 def _write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """All of the file under its name, or nothing: also after a kill, a full disk or a power cut."""
+    """Write a shard so that a file with its name is complete, even after a kill, a full disk or a power cut."""
     partial = path.with_suffix(".partial")
     try:
         save_file(tensors, partial)
@@ -113,23 +118,31 @@ def _write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
         free = shutil.disk_usage(path.parent).free
         raise OSError(
             f"{path.name} could not be written ({error}); {path.parent} has {free / 1e9:.3g} GB free. The shards "
-            "before it are whole: make room and run the same call again, it goes on from there"
+            "before it are complete: make room and run the same call again, it goes on from there"
         ) from error
 
 
-def _output_layer(target: nn.Module, input_ids: torch.Tensor) -> OutputLayer:
-    """The target's output layer; raises unless its logits can be computed again from what is to be stored."""
+def _output_layer(target: PreTrainedModel, input_ids: torch.Tensor) -> OutputLayer:
+    """Return the target's output layer.
+
+    Raises:
+        ValueError: its logits cannot be computed again from what is to be stored.
+    """
     output = OutputLayer(target, torch.arange(target_vocab_size(target)))
     if not output.fits(input_ids):
         raise ValueError(
             f"the logits of {type(target).__name__} cannot be computed from its last hidden state alone (compared on "
-            "the first row): train it online, pass the tokenised data itself to Eagle3Trainer"
+            "the first example): train it online, pass the tokenised data itself to Eagle3Trainer"
         )
     return output
 
 
 def _require_room(index: dict[str, Any], directory: Path, written: int) -> int:
-    """Bytes that the store will take; raises when the disk lacks room for those not yet written."""
+    """Return the bytes that the store will take.
+
+    Raises:
+        OSError: the disk lacks room for those that are not written yet.
+    """
     size = projected_bytes(
         index["tokens"], index["hidden_size"], len(index["layer_ids"]), getattr(torch, index["dtype"])
     )
@@ -142,22 +155,22 @@ def _require_room(index: dict[str, Any], directory: Path, written: int) -> int:
     return size
 
 
-def _run_rows(
-    output: OutputLayer, reader: FeatureReader, rows: list[dict], batch_tokens: int, dtype
+def _run_target(
+    output: OutputLayer, reader: FeatureReader, examples: list[dict], batch_tokens: int, dtype
 ) -> dict[str, torch.Tensor]:
-    """One shard's tensors: the rows' tokens one after the other, in the rows' order.
+    """Compute one shard's tensors: the tokens of the examples one after the other, in the order of the examples.
 
-    No mask: rows are padded on the right, causality keeps the padding out.
+    There is no mask: the padding is on the right, where causal attention keeps it out.
     """
     target = output.target
-    parts: list[dict[str, torch.Tensor] | None] = [None] * len(rows)
-    for batch in _length_batches([len(row["input_ids"]) for row in rows], batch_tokens):
-        ids = nn.utils.rnn.pad_sequence([torch.as_tensor(rows[i]["input_ids"]) for i in batch], batch_first=True)
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in examples]
+    for batch in _length_batches([len(example["input_ids"]) for example in examples], batch_tokens):
+        ids = nn.utils.rnn.pad_sequence([torch.as_tensor(examples[i]["input_ids"]) for i in batch], batch_first=True)
         hidden = output.hidden(input_ids=ids.to(target.device))
         features = reader.take()
         for position, i in enumerate(batch):
-            length = len(rows[i]["input_ids"])
-            labels = torch.as_tensor(rows[i]["labels"])
+            length = len(examples[i]["input_ids"])
+            labels = torch.as_tensor(examples[i]["labels"])
             parts[i] = {
                 "input_ids": ids[position, :length].int(),
                 "labels": labels.int(),
@@ -166,7 +179,7 @@ def _run_rows(
                 "top1": _first_choices(output, hidden[position, :length], labels),
             }
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    joined["lengths"] = torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int32)
+    joined["lengths"] = torch.tensor([len(example["input_ids"]) for example in examples], dtype=torch.int32)
     return joined
 
 
@@ -178,7 +191,7 @@ def _stored(features: torch.Tensor, num_layers: int, dtype: torch.dtype) -> dict
 
 
 def _length_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
-    """Indices grouped by similar length, each group at most `batch_tokens` when padded."""
+    """Group indices by similar length; each group has at most `batch_tokens` tokens when padded."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if groups and (len(groups[-1]) + 1) * lengths[i] <= batch_tokens:
@@ -189,7 +202,7 @@ def _length_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
 
 
 def _first_choices(output: OutputLayer, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """(T,) int32: the target's argmax at `j` where token `j + 1` is supervised, else -1."""
+    """Return (T,) int32: the target's argmax at `j` where token `j + 1` is supervised, else -1."""
     choices = torch.full(labels.shape, -1, dtype=torch.int32)
     taught = (labels[1:] != IGNORE_INDEX).nonzero()[:, 0]
     if len(taught):
@@ -203,25 +216,25 @@ def _check_shard(target, shard: Path, directory: Path) -> None:
 
 
 def _fingerprint(dataset) -> tuple[int, str]:
-    """Tokens of a dataset, and a short SHA-256 of all its ids and labels; one row in memory at a time."""
+    """Return the number of tokens and a short SHA-256 of all ids and labels, with one example in memory at a time."""
     tokens, digest = 0, hashlib.sha256()
-    for row in dataset:
-        tokens += len(row["input_ids"])
+    for example in dataset:
+        tokens += len(example["input_ids"])
         for name in ("input_ids", "labels"):
-            digest.update(np.asarray(row[name], dtype=np.int32).tobytes())
+            digest.update(np.asarray(example[name], dtype=np.int32).tobytes())
             digest.update(b"|")
     return tokens, digest.hexdigest()[:16]
 
 
-def _index(dataset, layer_ids: list[int], shard_rows: int, dtype: torch.dtype, target) -> dict[str, Any]:
-    """What the store holds."""
+def _index(dataset, layer_ids: list[int], shard_size: int, dtype: torch.dtype, target) -> dict[str, Any]:
+    """Describe what the store holds."""
     tokens, fingerprint = _fingerprint(dataset)
     return {
-        "rows": len(dataset),
+        "num_examples": len(dataset),
         "tokens": tokens,
         "data": fingerprint,
         "layer_ids": list(layer_ids),
-        "shard_rows": shard_rows,
+        "shard_size": shard_size,
         "hidden_size": target.config.get_text_config().hidden_size,
         "dtype": str(dtype).removeprefix("torch."),
         "target": getattr(target.config, "_name_or_path", ""),
@@ -229,12 +242,16 @@ def _index(dataset, layer_ids: list[int], shard_rows: int, dtype: torch.dtype, t
 
 
 def _check_index(directory: Path, index: dict[str, Any]) -> None:
-    """Refuse a folder that holds something else."""
+    """Check that a folder is empty or holds the same store.
+
+    Raises:
+        ValueError: it holds something else.
+    """
     path = directory / "index.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     different = [key for key in known if key != "target" and known[key] != index.get(key)]
     if different:
-        words = {"data": "other chats, or the same encoded otherwise"}  # hashes tell nobody anything
+        words = {"data": "other chats, or the same chats encoded otherwise"}  # a hash would not help anyone
         pairs = ", ".join(words.get(key, f"{key} {known[key]} (now {index.get(key)})") for key in different)
         raise ValueError(f"{directory} holds a store of something else: {pairs}. Store into another folder")
 

@@ -1,4 +1,4 @@
-"""Stored features, read: the rows of a store as a map-style dataset. `store` writes them.
+"""Stored features as a map-style dataset of examples; `feature_store` writes them.
 
 A store is a folder of safetensors shards plus `index.json`. Each token has its features (A * Ht), the input of the
 target's output layer (Ht), and, where the next token is supervised, the target's own first choice.
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import nn
 from torch.utils.data import Dataset
+from transformers import PreTrainedModel
 
 
 TOKEN_FIELDS = ("input_ids", "labels", "top1")
@@ -39,7 +39,7 @@ def is_whole(shard: Path) -> bool:
 
 
 def to_fp8(features: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features (T, A * Ht) as eight-bit floats, and (T, A) float32 scales: one for each layer's vector of a token.
+    """Turn features (T, A * Ht) into eight-bit floats and float32 scales (T, A), one for each layer's vector.
 
     The largest value of a vector becomes the largest eight-bit float, so that the few huge channels of a residual
     stream fit; every value down to about 1/28,000 of it is off by 1/16 of itself at most.
@@ -50,15 +50,18 @@ def to_fp8(features: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch
 
 
 def from_fp8(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """(T, A * Ht) bfloat16, from what [`to_fp8`] made."""
+    """Turn what [`to_fp8`] made into features (T, A * Ht) in bfloat16."""
     vectors = values.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
     return vectors.flatten(-2).to(torch.bfloat16)
 
 
 def check_first_choices(target, last_hidden: torch.Tensor, top1: torch.Tensor, directory: Path) -> None:
-    """Raise when the target's output layer disagrees with the first choices that were stored: it is another target.
+    """Check that stored features are of this target, by the first choices of its output layer.
 
-    The two need not be equal everywhere: the stored states were rounded.
+    The choices need not be equal everywhere, since the stored states were rounded.
+
+    Raises:
+        ValueError: the output layer disagrees with the stored first choices.
     """
     taught = (top1 >= 0).nonzero()[:, 0][:64]
     if not len(taught):
@@ -68,38 +71,38 @@ def check_first_choices(target, last_hidden: torch.Tensor, top1: torch.Tensor, d
     if agreement < 0.5:
         raise ValueError(
             f"{directory} holds features of another target: the output layer of this {type(target).__name__} agrees "
-            f"with {agreement:.0%} of the first choices stored there. Take the target that they are of, or store "
-            "this one's into another folder"
+            f"with {agreement:.0%} of the first choices stored there. Use the target that they belong "
+            "to, or store the features of this one in another folder"
         )
 
 
 class StoredFeatures(Dataset):
-    """The rows of a store, read on demand (memory-mapped), for `Eagle3Trainer(train_dataset=...)`.
+    """The examples of a store, read on demand (memory-mapped), for `Eagle3Trainer(train_dataset=...)`.
 
-    A map-style dataset with the manners of `datasets`: `column_names`, `select`, `shuffle`, `train_test_split`; none
-    of them reads a feature. Items have `input_ids`, `labels`, `top1` (T,) int64, `features` (T, A * Ht) and
+    This is a map-style dataset with a `datasets`-like API: `column_names`, `select`, `shuffle`, `train_test_split`;
+    none of them reads a feature. Items have `input_ids`, `labels`, `top1` (T,) int64, `features` (T, A * Ht) and
     `last_hidden` (T, Ht) in the dtype of the store (bfloat16 where the store has eight-bit floats).
 
     Args:
-        directory: What `write_features` filled.
-        rows: Only these rows of the store, such as `range(1000)`; the others can be held out for evaluation.
+        directory: Folder that `write_features` has filled.
+        indices: Only these examples of the store, such as `range(1000)`; the others can be held out for evaluation.
 
     Raises:
-        ValueError: shards are missing or cut off, or `rows` reaches beyond the store.
+        ValueError: shards are missing or cut off, or `indices` reach beyond the store.
     """
 
     column_names = [*TOKEN_FIELDS, *WIDE_FIELDS]
 
-    def __init__(self, directory: str | os.PathLike, rows: Sequence[int] | None = None):
+    def __init__(self, directory: str | os.PathLike, indices: Sequence[int] | None = None):
         self.directory = Path(directory)
         self.index: dict[str, Any] = json.loads((self.directory / "index.json").read_text())
-        total = self.index["rows"]
-        self.rows = range(total) if rows is None else rows
-        if len(self.rows) and (min(self.rows) < 0 or max(self.rows) >= total):
-            raise ValueError(f"{self.rows} was asked for, but {directory} has the rows 0 to {total - 1}")
+        total = self.index["num_examples"]
+        self.indices = range(total) if indices is None else indices
+        if len(self.indices) and (min(self.indices) < 0 or max(self.indices) >= total):
+            raise ValueError(f"indices are {self.indices}, but {directory} has the examples 0 to {total - 1}")
         self._files: dict[int, Any] = {}
         self._offsets: list[list[int]] = []
-        shards = -(-total // self.index["shard_rows"])
+        shards = -(-total // self.index["shard_size"])
         missing = [i for i in range(shards) if not is_whole(shard_path(self.directory, i))]
         if missing:
             raise ValueError(
@@ -109,10 +112,10 @@ class StoredFeatures(Dataset):
             self._offsets.append([0, *self._open(shard).get_tensor("lengths").cumsum(0).tolist()])
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.indices)
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        shard, start, end = self._place(i)
+        shard, start, end = self._locate(i)
         file = self._open(shard)
         item = {name: file.get_slice(name)[start:end] for name in (*TOKEN_FIELDS, *WIDE_FIELDS)}
         if item["features"].dtype == FP8:
@@ -121,43 +124,55 @@ class StoredFeatures(Dataset):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every row, for grouping by length."""
-        places = (self._place(i) for i in range(len(self)))
-        return [end - start for _, start, end in places]
+        """Number of tokens of every example, for grouping by length."""
+        spans = (self._locate(i) for i in range(len(self)))
+        return [end - start for _, start, end in spans]
 
-    def label_rows(self) -> Iterator[dict[str, torch.Tensor]]:
-        """All rows' `labels` only, for counting tokens without touching the features."""
-        return self.token_rows("labels")
+    def iter_labels(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield only the `labels` of every example, so that tokens are counted without reading the features."""
+        return self.iter_column("labels")
 
-    def token_rows(self, name: str) -> Iterator[dict[str, torch.Tensor]]:
-        """All rows' `input_ids`, `labels` or `top1` only."""
+    def iter_column(self, name: str) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield only the `input_ids`, `labels` or `top1` of every example."""
         for i in range(len(self)):
-            shard, start, end = self._place(i)
+            shard, start, end = self._locate(i)
             yield {name: self._open(shard).get_slice(name)[start:end].long()}
 
-    # ----- the manners of `datasets` --------------------------------------------------------------------------------
+    # ----- `datasets`-like API --------------------------------------------------------------------------------------
 
     def select(self, indices: Iterable[int]) -> "StoredFeatures":
-        """These rows of the present ones, in this order."""
-        return StoredFeatures(self.directory, [self.rows[i] for i in indices])
+        """Return these of the present examples, in this order."""
+        return StoredFeatures(self.directory, [self.indices[i] for i in indices])
 
     def shuffle(self, seed: int | None = None) -> "StoredFeatures":
-        """The rows in another order. Trainer shuffles by itself."""
+        """Return the examples in another order. Trainer shuffles by itself."""
         return self.select(np.random.default_rng(seed).permutation(len(self)).tolist())
 
     def train_test_split(self, test_size: int | float = 0.25, seed: int | None = None) -> dict[str, "StoredFeatures"]:
-        """`{"train": ..., "test": ...}`: a number or a share of the rows, those that `datasets` draws for a seed."""
+        """Split into `{"train": ..., "test": ...}`; a seed draws the same examples as in `datasets`.
+
+        Args:
+            test_size: Number or share of the examples in `"test"`.
+            seed: Seed of the drawing.
+
+        Raises:
+            ValueError: one part would be empty.
+        """
         count = test_size if isinstance(test_size, int) else math.ceil(test_size * len(self))
         if not 0 < count < len(self):
-            raise ValueError(f"test_size {test_size} of {len(self)} rows leaves one part empty")
+            raise ValueError(f"test_size is {test_size}, which leaves one part of {len(self)} examples empty")
         drawn = np.random.default_rng(seed).permutation(len(self)).tolist()
         return {"train": self.select(drawn[count:]), "test": self.select(drawn[:count])}
 
-    # ----- does it fit ----------------------------------------------------------------------------------------------
+    # ----- does the store fit ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def check(self, target: nn.Module, layer_ids: list[int]) -> None:
-        """Raise unless these are features of `target` at `layer_ids`; both sides are named."""
+    def check(self, target: PreTrainedModel, layer_ids: list[int]) -> None:
+        """Check that these are features of `target` at `layer_ids`.
+
+        Raises:
+            ValueError: they are not; the message names both sides.
+        """
         if self.index["layer_ids"] != layer_ids:
             raise ValueError(
                 f"{self.directory} stores hidden_states indices {self.index['layer_ids']}, but the draft reads "
@@ -174,10 +189,10 @@ class StoredFeatures(Dataset):
             first = self[0]
             check_first_choices(target, first["last_hidden"], first["top1"], self.directory)
 
-    def _place(self, i: int) -> tuple[int, int, int]:
-        """Shard of the i-th row, and its first and past-the-last token there."""
-        shard, row = divmod(self.rows[int(i)], self.index["shard_rows"])
-        start, end = self._offsets[shard][row : row + 2]
+    def _locate(self, i: int) -> tuple[int, int, int]:
+        """Return the shard of the i-th example, and its first and past-the-last token there."""
+        shard, number = divmod(self.indices[int(i)], self.index["shard_size"])
+        start, end = self._offsets[shard][number : number + 2]
         return shard, start, end
 
     def _open(self, shard: int):

@@ -1,14 +1,15 @@
-"""What the target says about supervised tokens: its logits over the draft vocabulary and its own first choices.
+"""The teacher: the target's logits over the draft vocabulary, and its first choices, for supervised tokens.
 
-Online, the target runs in the training process; from stored features, only its output layer does.
+Online, the target runs in the training process; with stored features, only its output layer does.
 """
 
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
-from ...model.features import FeatureReader, num_target_layers
+from ...model.features import FeatureReader
+from ...model.target_modules import num_target_layers
 from ...ttt.loss import supervised_mask
 from ...utils.logging import get_logger
 from .output_layer import OutputLayer
@@ -20,17 +21,19 @@ logger = get_logger(__name__)
 class Teacher:
     """Turns a batch of tokens (and stored features, if any) into the inputs of the draft's training forward.
 
-    The target reads every document alone, also of packed rows (`position_ids`), so no target of whatever kind can
-    look from one into another. Its logits over the whole vocabulary never exist for all positions at once.
+    The target reads every document alone, also those of packed sequences (`position_ids`), so that no document can
+    influence another, whatever the target. Its logits over the whole vocabulary never exist for all positions at once.
 
     Args:
-        target: Frozen, on eval; run under `no_grad`, never moved or changed.
+        target: The target, frozen and in eval mode; it runs under `no_grad` and is never moved or changed.
         layer_ids: `hidden_states` indices that the draft reads.
         draft_ids: (D,) target ids of the draft vocabulary.
-        last_features: Give the target's last feature too, for `feature_loss_weight`.
+        last_features: Whether to return the target's last feature too, for `feature_loss_weight`.
     """
 
-    def __init__(self, target: nn.Module, layer_ids: list[int], draft_ids: torch.Tensor, last_features: bool = False):
+    def __init__(
+        self, target: PreTrainedModel, layer_ids: list[int], draft_ids: torch.Tensor, last_features: bool = False
+    ):
         self.target, self.layer_ids, self.last_features = target, list(layer_ids), last_features
         self._last_layer = num_target_layers(target)
         self._output = OutputLayer(target, draft_ids)
@@ -38,12 +41,13 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`features`, `teacher_logits` (n, D) and `teacher_in_vocab` (n,) for the batch's n supervised pairs.
+        """Compute `features`, `teacher_logits` (n, D) and `teacher_in_vocab` (n,) for n supervised pairs of a batch.
 
-        With `last_features` also `teacher_features` (n, Ht): the target's, one token ahead of what a pair's row reads.
+        With `last_features` there is also `teacher_features` (n, Ht): the target's last feature, one token ahead of
+        the position of a pair.
 
         Raises:
-            ValueError: stored features of a target whose logits cannot be computed from them.
+            ValueError: the batch has stored features, but the target's logits cannot be computed from them.
         """
         with torch.autocast(batch["input_ids"].device.type, enabled=False):  # in its own dtype, as when generating
             if self._fits is None:
@@ -61,13 +65,13 @@ class Teacher:
         if not fits:
             logger.warning(
                 f"The output layer of {name} cannot be run on the supervised tokens alone (compared with its own "
-                "logits): it runs whole, a text at a time, which takes longer and more memory."
+                "logits): it runs on one whole sequence at a time, which takes longer and more memory."
             )
         return fits
 
     def _teach(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        rows, positions = supervised_mask(batch["labels"], batch.get("position_ids")).nonzero(as_tuple=True)
-        taught = rows, positions + 1  # the target's output there predicts the token two ahead of the pair's row
+        sequences, positions = supervised_mask(batch["labels"], batch.get("position_ids")).nonzero(as_tuple=True)
+        taught = sequences, positions + 1  # there the target predicts the token two ahead of a pair's position
         if "features" in batch:
             features = batch["features"]
             logits, top1 = self._output.logits(batch["last_hidden"][taught]), batch["top1"][taught]
@@ -90,39 +94,42 @@ class Teacher:
     # ----- the target runs ------------------------------------------------------------------------------------------
 
     def _run(self, batch, taught) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Features (B, T, A * Ht), last features (B, T, Ht) or `None`, logits (n, D), first choices (n,)."""
+        """Return features (B, T, A * Ht), last features (B, T, Ht) or `None`, logits (n, D), first choices (n,)."""
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         extra = self.last_features and self.layer_ids[-1] != self._last_layer
-        run = self._run_packed if batch.get("position_ids") is not None else self._run_rows
+        run = self._run_packed if batch.get("position_ids") is not None else self._run_batch
         with FeatureReader(self.target, [*self.layer_ids, self._last_layer] if extra else self.layer_ids) as reader:
             features, logits, top1 = run(reader, ids, mask, taught, batch.get("position_ids"))
         width = features.shape[-1] // len(reader.layer_ids)
         last = features[..., -width:] if self.last_features else None
         return features[..., :-width] if extra else features, last, logits, top1
 
-    def _run_rows(self, reader, ids, mask, taught, position_ids=None):
-        """One forward over rows (B, T), one document each, padded on the right."""
+    def _run_batch(self, reader, ids, mask, taught, position_ids=None):
+        """Run the target once over sequences (B, T) of one document each, padded on the right."""
         if not self._fits:
             return self._run_whole(reader, ids, mask, taught)
         logits, top1 = self._output.read(taught, input_ids=ids, attention_mask=mask)
         return reader.take(device=ids.device), logits.to(ids.device), top1.to(ids.device)
 
     def _run_whole(self, reader, ids, mask, taught):
-        """The target's own logits, one row at a time."""
+        """Take the target's own logits, one sequence at a time."""
         parts: list[tuple[torch.Tensor, ...]] = []
-        rows, positions = taught
-        for row in range(len(ids)):
-            one = slice(row, row + 1)
+        sequences, positions = taught
+        for i in range(len(ids)):
+            one = slice(i, i + 1)
             output = self.target(
                 input_ids=ids[one], attention_mask=mask if mask is None else mask[one], use_cache=False
             )
-            full = output.logits.to(ids.device)[0, positions[rows == row]]
+            full = output.logits.to(ids.device)[0, positions[sequences == i]]
             columns = full[:, self._output.draft_ids.to(ids.device)]
             parts.append((reader.take(device=ids.device), columns, full.max(-1).indices))
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def _run_packed(self, reader, ids, mask, taught, position_ids):
-        """Documents out of their packed rows, some of similar length a forward, and what they give back in place."""
+        """Run the target over the documents of packed sequences, and put what it gives back in their places.
+
+        Documents of similar length share a forward pass.
+        """
         flat, found = taught[0] * ids.shape[1] + taught[1], len(taught[0])
         entry = torch.full((ids.numel(),), -1, device=ids.device)
         entry[flat] = torch.arange(found, device=ids.device)
@@ -132,7 +139,7 @@ class Teacher:
             there = (entry[places.clamp(min=0)] >= 0) & inside
             own = there.nonzero(as_tuple=True)
             texts = ids.flatten()[places.clamp(min=0)].masked_fill(~inside, 0)
-            run, columns, first = self._run_rows(reader, texts, inside.to(torch.int64), own)
+            run, columns, first = self._run_batch(reader, texts, inside.to(torch.int64), own)
             if features is None:
                 features = run.new_zeros(ids.numel(), run.shape[-1])
                 logits, top1 = columns.new_zeros(found, columns.shape[-1]), first.new_zeros(found)
@@ -142,14 +149,14 @@ class Teacher:
 
 
 def document_batches(position_ids: torch.Tensor, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """The documents of packed rows (B, T), shortest first, as batches of about the packed rows' size.
+    """Arrange the documents of packed sequences (B, T), shortest first, in batches of about the same size.
 
     Args:
         position_ids: (B, T), 0 at the start of each document.
         mask: (B, T), 0 at padding, which is left out; at least one document remains.
 
     Returns:
-        (d, L) each: where the documents' tokens are in the flattened rows, -1 behind the shorter ones.
+        Batches (d, L) of indices of the documents' tokens into the flattened sequences, -1 behind shorter documents.
     """
     starts = position_ids == 0
     starts[:, 0] = True
@@ -170,7 +177,7 @@ def document_batches(position_ids: torch.Tensor, mask: torch.Tensor | None = Non
 
 
 def _similar(sizes: list[int], limit: int) -> list[list[int]]:
-    """Indices by ascending size in groups, each at most `limit` tokens and, unless it is small, a fifth padding."""
+    """Group indices by ascending size; a group has at most `limit` tokens and, unless small, a fifth of padding."""
     groups: list[list[int]] = []
     tokens = 0
     for i in sorted(range(len(sizes)), key=sizes.__getitem__):

@@ -27,7 +27,7 @@ from support.families.vision import CONFIGS as VISION
 from support.families.vision import image_prompt, tiny_vision
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 BEGIN, END = "<!-- table: written by tests/support/families/table.py -->", "<!-- end of the table -->"
 NEW_TOKENS, SEEDS = 24, 4
 # Ten nodes: branches of unequal length, siblings far apart, so that a node's slot is not its position.

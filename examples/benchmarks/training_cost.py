@@ -1,14 +1,18 @@
 """What a training step costs: peak memory against length, and time by parts, beside the eager formulation.
 
-The eager formulation is that of published training code: scores of every row with every key, the target's logits
-over its whole vocabulary taken anew at every step, and a loss on all rows of which a mask then keeps some. It gives
-the same loss (tested), so that the two differ in cost alone.
+    python examples/benchmarks/training_cost.py                                        # memory, on a small model
+    python examples/benchmarks/training_cost.py HuggingFaceTB/SmolLM2-135M-Instruct    # time
+
+The eager formulation is that of published training code: scores of every position with every key, the target's logits
+over its whole vocabulary taken anew at every step, and a loss at all positions of which a mask then keeps some. It
+gives the same loss (tested), so that the two differ in cost alone.
 """
 
+import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -19,12 +23,17 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ..model.features import FeatureReader
-from ..model.modeling_eagle3 import Eagle3DraftModel
-from ..training.targets.teacher import Teacher
-from ..ttt.attention import TTTAttention
-from ..ttt.loss import IGNORE_INDEX, supervised_mask
-from ..ttt.settings import TTTSettings
+from eagle3_hf import Eagle3DraftModel
+from eagle3_hf.commands.errors import in_words
+from eagle3_hf.commands.help import Defaults
+from eagle3_hf.commands.placement import add_placement, load_target
+from eagle3_hf.commands.values import amount, count, place
+from eagle3_hf.model.features import FeatureReader
+from eagle3_hf.training.targets.teacher import Teacher
+from eagle3_hf.ttt.attention import TTTAttention
+from eagle3_hf.ttt.loss import IGNORE_INDEX, supervised_mask
+from eagle3_hf.ttt.settings import TTTSettings
+from eagle3_hf.utils.devices import own_device, place_in_words
 
 
 Batch = dict[str, torch.Tensor]
@@ -34,7 +43,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def made_up_batch(length: int, document: int, vocab_size: int, supervised: float = 0.7) -> Batch:
-    """(1, T) random tokens in documents of `document` tokens, the last share of each an answer."""
+    """Make (1, T) random tokens in documents of `document` tokens, the last share of each an answer."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (1, length), generator=generator)
     position_ids = torch.arange(length)[None] % document
@@ -44,10 +53,10 @@ def made_up_batch(length: int, document: int, vocab_size: int, supervised: float
 
 
 def stored(target: PreTrainedModel, teacher: Teacher, batch: Batch) -> Batch:
-    """The batch as it comes from stored features: random ones, of the right shapes and dtype."""
-    (rows, length), width = batch["input_ids"].shape, target.get_output_embeddings().in_features
+    """Return the batch as it comes from stored features: random ones, of the right shapes and dtype."""
+    (size, length), width = batch["input_ids"].shape, target.get_output_embeddings().in_features
     like: dict[str, Any] = {"dtype": target.dtype, "device": batch["input_ids"].device}
-    features = torch.randn(rows, length, len(teacher.layer_ids) * width, **like)
+    features = torch.randn(size, length, len(teacher.layer_ids) * width, **like)
     return {**batch, "features": features, "last_hidden": features[..., :width], "top1": batch["input_ids"]}
 
 
@@ -71,8 +80,12 @@ def eager_loss(draft: Eagle3DraftModel, batch: Batch, taught: Batch, settings: T
     """The eager formulation of the same loss (soft cross-entropy)."""
     borrowed, ids = draft.borrow(), draft.draft_vocab_ids()
     mask, positions = supervised_mask(batch["labels"]), batch["position_ids"]
-    rows = torch.arange(mask.shape[1], device=mask.device)[None].expand_as(mask)
-    attend, hidden, total = TTTAttention(rows, positions, "eager"), draft.fuse(taught["features"]), torch.tensor(0.0)
+    indices = torch.arange(mask.shape[1], device=mask.device)[None].expand_as(mask)
+    attend, hidden, total = (
+        TTTAttention(indices, positions, "eager"),
+        draft.fuse(taught["features"]),
+        torch.tensor(0.0),
+    )
     for step, weight in enumerate(settings.weights):
         attend.step = step
         embeds = borrowed.embed(_ahead(batch["input_ids"], step + 1))
@@ -89,9 +102,9 @@ def eager_loss(draft: Eagle3DraftModel, batch: Batch, taught: Batch, settings: T
     return total / mask.sum()
 
 
-def _ahead(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """(B, T, ...) moved `count` places down along T, zeros behind."""
-    return torch.cat([rows[:, count:], torch.zeros_like(rows[:, :count])], dim=1)
+def _ahead(states: torch.Tensor, count: int) -> torch.Tensor:
+    """Move (B, T, ...) `count` positions down along T, with zeros behind."""
+    return torch.cat([states[:, count:], torch.zeros_like(states[:, :count])], dim=1)
 
 
 # ----- memory --------------------------------------------------------------------------------------------------------
@@ -166,7 +179,7 @@ class Steps:
     def __post_init__(self) -> None:
         self.target.eval().requires_grad_(False)
         self.device = self.draft.device
-        self.teacher = Teacher(self.target, self.draft.config.target_layer_ids, self.draft.draft_vocab_ids())
+        self.teacher = Teacher(self.target, self.draft.config.captured_layer_ids, self.draft.draft_vocab_ids())
 
     def batch(self, length: int, document: int | None = None) -> Batch:
         made = made_up_batch(length, document or length, int(self.target.config.get_text_config().vocab_size))
@@ -292,3 +305,98 @@ def _watched(target: PreTrainedModel, clock: Clock) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+# ----- the command line ----------------------------------------------------------------------------------------------
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Measure the peak memory of a training step against its length, on a small model with a large "
+        "vocabulary; or, with MODEL, the time of a step on a packed sequence. Both stand beside the eager formulation "
+        "of the same loss.",
+        formatter_class=Defaults,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", type=place, help="target to time: a local folder or a Hub id"
+    )
+    parser.add_argument("--steps", type=count, default=7, help="steps of training-time test")
+    parser.add_argument("--draft-vocab-size", type=count, default=8192, help="tokens that the head can propose")
+    parser.add_argument("--lengths", type=count, nargs="+", default=[512, 1024, 2048, 4096], help="memory: tokens")
+    parser.add_argument(
+        "--eager-up-to", type=amount, default=2048, help="memory: longest sequence for the eager formulation"
+    )
+    parser.add_argument("--vocab-size", type=count, default=128_256, help="memory: vocabulary of the small model")
+    parser.add_argument("--hidden-size", type=count, default=256, help="memory: width of the small model")
+    parser.add_argument("--length", type=count, default=2048, help="time: tokens of the packed sequence")
+    parser.add_argument("--document", type=count, default=256, help="time: tokens of each document in it")
+    parser.add_argument("--repeats", type=count, default=3, help="time: runs of each form, whose median is shown")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="time: the processor time of this process, not the wall clock"
+    )
+    add_placement(parser, dtype="bfloat16")
+    arguments = parser.parse_args(argv)
+    if arguments.length % arguments.document:
+        parser.error(f"--length {arguments.length} is no multiple of --document {arguments.document}")
+    if arguments.model is None and arguments.device_map is not None:
+        parser.error("--device-map spreads MODEL, and none is named")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    try:
+        steps = steps_for(arguments)
+    except (OSError, ValueError) as error:
+        print(f"training_cost: {in_words(error, [arguments.model or ''])}", file=sys.stderr)
+        return 1
+    print(f"{arguments.model or 'a small target'} on {place_in_words(steps.target)}; head in float32\n")
+    if arguments.model is None:
+        print_memory(steps, arguments)
+    else:
+        print_time(steps, arguments)
+    return 0
+
+
+def steps_for(arguments: argparse.Namespace) -> Steps:
+    """Load or make the target, and a new head for it."""
+    target: Any
+    if arguments.model is None:
+        target = small_target(arguments.vocab_size, arguments.hidden_size)
+        dtype = torch.bfloat16 if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        target = target.to(arguments.device or own_device(), dtype)
+    else:
+        target = load_target(arguments)
+    ids = torch.randperm(target.config.get_text_config().vocab_size)[: arguments.draft_vocab_size].sort().values
+    draft = Eagle3DraftModel.from_target(target, draft_vocab=ids).to(target.device)
+    return Steps(target, draft, TTTSettings(num_steps=arguments.steps), autocast=target.dtype != torch.float32)
+
+
+def print_memory(steps: Steps, arguments: argparse.Namespace) -> None:
+    print("Peak MiB of a training step (target, teacher, forward, backward) above models and optimizer.\n")
+    print("| T | ours | checkpointed | eager | eager / ours |\n|---|---|---|---|---|", flush=True)
+    for length, ours, checkpointed, eager in memory_table(steps, arguments.lengths, arguments.eager_up_to):
+        cells = f"{length} | {ours / 2**20:,.0f} | {checkpointed / 2**20:,.0f}"
+        compared = "- | -" if eager is None else f"{eager / 2**20:,.0f} | {eager / ours:.1f}"
+        print(f"| {cells} | {compared} |", flush=True)
+
+
+def print_time(steps: Steps, arguments: argparse.Namespace) -> None:
+    now = time.process_time if arguments.processor_time else time.perf_counter
+    table = time_table(steps, arguments.length, arguments.document, arguments.repeats, now)
+    print(
+        f"Seconds of a step, {arguments.length} tokens in documents of {arguments.document}, {arguments.steps} "
+        f"steps, {torch.get_num_threads()} threads{', processor time' if arguments.processor_time else ''}.\n"
+    )
+    print(f"| | {' | '.join(PARTS)} | whole |\n|{'---|' * (len(PARTS) + 2)}")
+    for name, parts in table.items():
+        whole = sum(seconds for part, seconds in parts.items() if part != "of it target")
+        print(f"| {name} | {' | '.join(f'{parts[part]:.2f}' for part in PARTS)} | {whole:.2f} |")
+    ours, eager = (
+        table[name]["draft forward"] + table[name]["draft backward"] for name in ("online", "eager formulation")
+    )
+    print(f"\nDraft forward and backward: {ours:.2f} s, eager {eager:.2f} s, {eager / ours:.1f} times as long.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

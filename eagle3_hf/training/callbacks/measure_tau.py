@@ -1,4 +1,4 @@
-"""Tau measured by decoding: what the losses of an evaluation can only simulate."""
+"""Mean acceptance length (tau), measured by decoding: the losses of an evaluation can only simulate it."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..acceptance import SpeculationStats
-from ..utils.logging import get_logger
-from .data.formats import read_example
+from ...acceptance import SpeculationStats
+from ...utils.logging import get_logger
+from ..data.formats import read_example
 
 
 logger = get_logger(__name__)
@@ -18,17 +18,21 @@ logger = get_logger(__name__)
 class MeasureTau(TrainerCallback):
     """Decodes held-out prompts with the head at every evaluation of an [`Eagle3Trainer`] and logs `eval_tau`.
 
-    Tau is the number of tokens that a forward pass of the target yields (plain decoding has 1), over all prompts,
-    decoded greedily with the tree that is set on the head, else the default one of the target's device. It is among
-    the metrics of the evaluation, so `metric_for_best_model="eval_tau"` (with `greater_is_better=True`) keeps the
-    checkpoint that decodes best. With several processes each decodes its share.
+    The mean acceptance length (tau) is the number of tokens that one forward pass of the target yields; ordinary
+    decoding has 1. It is taken over all prompts, decoded greedily with the tree that is set on the head, or else with
+    the default tree for the target's device. It is among the metrics of the evaluation, so that
+    `metric_for_best_model="eval_tau"` (with `greater_is_better=True`) keeps the checkpoint that decodes best. With
+    several processes each decodes its share of the prompts.
 
     Args:
-        prompts: Chats (a list of turns, or a row in any shape that `load_chats` reads; what follows the last user turn
-            is left out), texts, or ids `(T,)`.
-        tokenizer: Of the target; not needed for ids.
-        max_new_tokens: Tokens decoded for each prompt.
-        generate_kwargs: Anything else for `generate`, such as `num_assistant_tokens=15`.
+        prompts: Chats (a list of turns, or an example in any shape that `load_chats` reads; what follows the last user
+            turn is left out), texts, or ids `(T,)`.
+        tokenizer: The target's tokenizer; not needed for ids.
+        max_new_tokens: Number of tokens that are decoded for each prompt.
+        generate_kwargs: Other arguments for `generate`, such as `num_assistant_tokens=15`.
+
+    Raises:
+        ValueError: there are no prompts, or one of them cannot become ids.
     """
 
     def __init__(self, prompts: Sequence[Any], tokenizer=None, max_new_tokens: int = 128, **generate_kwargs: Any):
@@ -39,7 +43,7 @@ class MeasureTau(TrainerCallback):
 
     @torch.no_grad()
     def measure(self, draft, target, process_index: int = 0, num_processes: int = 1) -> tuple[int, int]:
-        """Tokens emitted and rounds taken on this process's share of the prompts."""
+        """Decode this process's share of the prompts, and count the emitted tokens and the rounds."""
         emitted = rounds = 0
         for ids in self.prompts[process_index::num_processes]:
             stats = _decode(draft, target, ids, self.options)
@@ -48,8 +52,8 @@ class MeasureTau(TrainerCallback):
 
 
 def _decode(draft, target, ids: torch.Tensor, options: dict[str, Any]) -> SpeculationStats:
-    home = target.get_input_embeddings().weight.device
-    inputs = ids[None].to(draft.device if home.type == "meta" else home)  # offloaded weights are nowhere
+    device = target.get_input_embeddings().weight.device
+    inputs = ids[None].to(draft.device if device.type == "meta" else device)  # meta: the weights are offloaded
     output = target.generate(
         input_ids=inputs,
         attention_mask=torch.ones_like(inputs),
@@ -61,17 +65,17 @@ def _decode(draft, target, ids: torch.Tensor, options: dict[str, Any]) -> Specul
 
 
 def prompt_ids(prompt: Any, tokenizer=None) -> torch.Tensor:
-    """(T,) int64 of a chat up to its last user turn, of a text, or of ids.
+    """Return the ids (T,) int64 of a chat up to its last user turn, of a text, or of ids.
 
     Raises:
-        ValueError: words without a tokenizer, or a chat without a user turn.
+        ValueError: a text comes without a tokenizer, or a chat has no user turn.
     """
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         prompt = prompt["input_ids"]
     if isinstance(prompt, torch.Tensor) or (isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], int)):
         return torch.as_tensor(prompt, dtype=torch.int64).flatten()
     if tokenizer is None:
-        raise ValueError("prompts in words need a tokenizer: pass tokenizer=, or ids")
+        raise ValueError("prompts that are texts or chats need a tokenizer: pass tokenizer=, or pass ids")
     if isinstance(prompt, Mapping):
         example = read_example(prompt)
         prompt = example.messages or example.prompt or example.text
@@ -86,6 +90,6 @@ def prompt_ids(prompt: Any, tokenizer=None) -> torch.Tensor:
 
 
 def sample_prompts(chats: Sequence[Any], count: int, seed: int = 0) -> list[Any]:
-    """`count` of the chats, the same ones for the same seed."""
+    """Draw `count` of the chats, the same ones for the same seed."""
     chosen = random.Random(seed).sample(range(len(chats)), min(count, len(chats)))
     return [chats[i] for i in sorted(chosen)]

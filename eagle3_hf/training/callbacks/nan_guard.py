@@ -1,7 +1,7 @@
-"""A loss or gradient that is not finite stops the run, names its samples, and never reaches the weights.
+"""A guard that stops a run at a loss or gradient that is not finite, names its examples, and protects the weights.
 
-Nothing here waits for the device while a step is on its way: the gradients of a bad step are zeroed there, by the
-device itself, and its flag is read one step later, or before anything is logged, evaluated or saved.
+The guard never waits for the device during a step. The device itself sets the gradients of a bad step to zero, and the
+flag of the step is read one step later, or before anything is logged, evaluated or saved.
 """
 
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..ttt.loss import IGNORE_INDEX
-from .data.packing import PackedDataset
-from .targets.stored_features import StoredFeatures
+from ...ttt.loss import IGNORE_INDEX
+from ..data.packing import PackedDataset
+from ..targets.stored_features import StoredFeatures
 
 
-_SHOWN = 3  # samples named in a message
+_SHOWN = 3  # examples named in a message
 _KEPT = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
 @dataclass
 class _Step:
-    """The micro-batches of one optimizer step; once it is closed, whether all of it was finite."""
+    """The micro-batches of one optimizer step and, once it is closed, whether all of it was finite."""
 
     number: int = 0
     batches: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class _Step:
         self.number = number
         try:
             self.ready = None if bad.device.type == "cpu" else torch.Event(bad.device)
-        except RuntimeError:  # a backend without events: then it is waited for
+        except RuntimeError:  # the backend has no events, so wait for it
             bad = bad.cpu()
         self.bad = bad.to("cpu", non_blocking=True)
         if self.ready is not None:
@@ -46,11 +46,11 @@ class _Step:
         return bool(self.bad)
 
 
-class FiniteWatch(TrainerCallback):
-    """Watches the losses and gradients of an [`Eagle3Trainer`].
+class NanGuard(TrainerCallback):
+    """Watches the losses and gradients of an [`Eagle3Trainer`] for values that are not finite.
 
     Args:
-        trainer: Asked for samples and their losses when one of them is to be named.
+        trainer: The trainer, which is asked for examples and their losses when one of them is to be named.
     """
 
     def __init__(self, trainer):
@@ -58,7 +58,7 @@ class FiniteWatch(TrainerCallback):
         self._open, self._closed = _Step(), _Step()
 
     def watch(self, loss: torch.Tensor, batch: dict[str, torch.Tensor]) -> None:
-        """Note the loss of a micro-batch; of the batch only its ids are kept."""
+        """Note the loss of a micro-batch, and keep the ids of the batch."""
         self._open.losses.append(loss.detach())
         self._open.batches.append({name: batch[name] for name in _KEPT if name in batch})
 
@@ -73,7 +73,7 @@ class FiniteWatch(TrainerCallback):
             return
         bad = ~torch.stack(step.losses).isfinite().all()
         # A gradient scaler (fp16) looks for overflows itself, and skips such steps as a matter of course.
-        gradients = _gradients(optimizer) if self.trainer.accelerator.scaler is None else []
+        gradients = local_gradients(optimizer) if self.trainer.accelerator.scaler is None else []
         if gradients:
             bad = bad | ~torch.stack([norm.to(bad.device).isfinite() for norm in torch._foreach_norm(gradients)]).all()
         if args.world_size > 1:
@@ -87,22 +87,26 @@ class FiniteWatch(TrainerCallback):
         self.check()
 
     def check(self) -> None:
-        """Raise `RuntimeError` when the last closed step was not finite; its samples are named."""
+        """Read the flag of the last closed step.
+
+        Raises:
+            RuntimeError: the step was not finite; the message names its examples.
+        """
         step, self._closed = self._closed, _Step()
         if step.bad is not None and step.is_bad():
             raise RuntimeError(
                 f"the loss or a gradient of step {step.number} is not finite: {_cause(self.trainer, step)}. Its "
-                "gradients were not used: the weights are sound, and no checkpoint holds that step"
+                "gradients were not used: the weights are intact, and no checkpoint contains that step"
             )
 
 
-def _gradients(optimizer) -> list[torch.Tensor]:
-    """This process's part of all gradients."""
+def local_gradients(optimizer) -> list[torch.Tensor]:
+    """Return this process's part of all gradients."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in parameters]
 
 
-# ----- which sample it was: slow, and only when the run is lost anyway -----------------------------------------------
+# ----- which example it was: slow, and only when the run is lost anyway ----------------------------------------------
 
 
 @dataclass
@@ -118,7 +122,7 @@ class _Sample:
 def _cause(trainer, step: _Step) -> str:
     losses = [float(loss) for loss in step.losses]
     bad = [batch for batch, loss in zip(step.batches, losses, strict=True) if not _is_finite(loss)]
-    samples = [sample for batch in bad or step.batches for sample in _samples(batch)]
+    samples = [sample for batch in bad or step.batches for sample in samples_of(batch)]
     rates = f"lower learning_rate (now {trainer.args.learning_rate}) or raise warmup_steps"
     if not bad and trainer.args.world_size > 1:
         return f"the losses of this process are finite, look at the others' messages; if none names a sample, {rates}"
@@ -144,31 +148,31 @@ def _is_finite(value: float) -> bool:
     return value - value == 0
 
 
-def _samples(batch: dict[str, torch.Tensor]) -> Iterator[_Sample]:
-    """The chats of a batch, padding cut off, packed ones apart."""
+def samples_of(batch: dict[str, torch.Tensor]) -> Iterator[_Sample]:
+    """Yield the chats of a batch without padding; a packed sequence yields each of its chats."""
     ids, labels = batch["input_ids"].cpu(), batch["labels"].cpu()
     mask = batch.get("attention_mask", torch.ones_like(ids)).cpu()
     positions = batch.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids)).cpu()
-    for row in range(len(ids)):
-        starts = (positions[row] == 0).nonzero()[:, 0].tolist()
+    for i in range(len(ids)):
+        starts = (positions[i] == 0).nonzero()[:, 0].tolist()
         for start, end in zip(starts, [*starts[1:], ids.shape[1]], strict=True):
-            kept = mask[row, start:end].bool()
+            kept = mask[i, start:end].bool()
             if kept.any():
-                yield _Sample(ids[row, start:end][kept], labels[row, start:end][kept])
+                yield _Sample(ids[i, start:end][kept], labels[i, start:end][kept])
 
 
 def _find(dataset, samples: list[_Sample]) -> None:
-    """Give every sample its index in the dataset, where it can be found there by its ids."""
+    """Give every chat its index in the dataset, where its ids can be found there."""
     if dataset is None or not hasattr(dataset, "__len__"):
         return
-    rows = dataset
+    examples: Any = dataset
     if isinstance(dataset, StoredFeatures):
-        rows = dataset.token_rows("input_ids")
+        examples = dataset.iter_column("input_ids")
     elif hasattr(dataset, "select_columns"):
-        rows = dataset.select_columns("input_ids")
+        examples = dataset.select_columns("input_ids")
     wanted = {tuple(sample.input_ids.tolist()): sample for sample in samples}
-    for index, row in enumerate(rows):
-        found = wanted.pop(tuple(torch.as_tensor(row["input_ids"]).tolist()), None)
+    for index, example in enumerate(examples):
+        found = wanted.pop(tuple(torch.as_tensor(example["input_ids"]).tolist()), None)
         if found is not None:
             found.index = index
         if not wanted:
@@ -177,7 +181,7 @@ def _find(dataset, samples: list[_Sample]) -> None:
 
 @torch.no_grad()
 def _problem(trainer, chats, sample: _Sample) -> str:
-    """What is not finite when this chat is a batch of its own; empty where all is well."""
+    """Say what is not finite when this chat is a batch of its own; empty where everything is finite."""
     example: Any = {"input_ids": sample.input_ids.tolist(), "labels": sample.labels.tolist()}
     if sample.index is not None:
         example = chats[sample.index]
@@ -194,7 +198,7 @@ def _problem(trainer, chats, sample: _Sample) -> str:
 
 
 def _name(trainer, sample: _Sample) -> str:
-    place = f"row {sample.index} of train_dataset" if sample.index is not None else "a chat"
+    place = f"example {sample.index} of train_dataset" if sample.index is not None else "a chat"
     ids = sample.input_ids[:40].tolist()
     decode = getattr(trainer.processing_class, "decode", None)
     text = repr(str(decode(ids))[:100]) if decode is not None else f"input_ids {ids[:8]}..."

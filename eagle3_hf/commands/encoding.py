@@ -1,0 +1,34 @@
+"""Options for the encoding of chats, the same in every command that encodes a dataset."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from .values import count, json_object
+
+
+if TYPE_CHECKING:
+    from ..training.data.options import EncodingOptions
+
+
+def add_encoding(parser: argparse.ArgumentParser) -> None:
+    """Add the options `--max-length`, `--last-turn-only`, `--mask-reasoning` and `--template-kwargs`."""
+    parser.add_argument("--max-length", type=count, default=2048, help="tokens kept of each chat")
+    parser.add_argument("--last-turn-only", action="store_true", help="learn from the last answer of a chat only")
+    parser.add_argument("--mask-reasoning", action="store_true", help="do not learn thoughts")
+    parser.add_argument(
+        "--template-kwargs",
+        type=json_object,
+        help='variables for the chat template, as JSON: {"enable_thinking": false}',
+    )
+
+
+def encoding_options(arguments: argparse.Namespace) -> "EncodingOptions":
+    """Return what the options say as one object."""
+    from ..training.data.options import EncodingOptions
+
+    return EncodingOptions(
+        max_length=arguments.max_length,
+        template_kwargs=arguments.template_kwargs,
+        last_turn_only=arguments.last_turn_only,
+        mask_reasoning=arguments.mask_reasoning,
+    )
