@@ -38,7 +38,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 128, 8192  # plain steps before drafting is tried
 _PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew, where the gain is small
 _SMALL_GAIN = 1.25
 _RECENT = 256  # rounds, after which older ones count half as much
-_ROUNDS_UNWATCHED = 8  # on accelerators, one round in this many is watched for what smaller trees would accept
+_WATCHED = 8  # on accelerators, one round in this many is watched for what smaller trees would have accepted
 # The prior, and the number of rounds that it counts for: how often the best node is right, how often a level is right
 # if the level above was, and the power of the number of nodes with which this grows.
 _FIRST, _LIKELY, _MORE_NODES, _BELIEF = 0.5, 0.6, 0.15, 2.0
@@ -357,7 +357,7 @@ class RoundSizes:
         self._rounds += 1
         ranks: list[list[int]] = []
         # This takes another transfer, so on an accelerator it is not done in every round.
-        watched = tree.scores.device.type == "cpu" or self._rounds % _ROUNDS_UNWATCHED == 0
+        watched = tree.scores.device.type == "cpu" or self._rounds % _WATCHED == 0
         if self.current is not None and watched:
             scores = tree.scores.tolist()
             ranks = [ranks_on_path(scores[index], path) for index, path in paths.items() if path]
