@@ -1,4 +1,4 @@
-"""What is passed as `assistant_model`: the draft head behind it, and what cannot be an assistant at all."""
+"""Finding the draft head in an `assistant_model`, and rejecting objects that cannot be an assistant."""
 
 import os
 from typing import Any
@@ -11,7 +11,7 @@ from ..published_formats import is_head_config
 
 
 def as_draft(assistant: Any) -> Eagle3DraftModel | None:
-    """The draft head behind an `assistant_model`, also when compiled, DDP- or PEFT-wrapped; `None` for others."""
+    """Return the draft head in an `assistant_model`, which may be compiled or wrapped by DDP or PEFT, else `None`."""
     for _ in range(4):
         if isinstance(assistant, Eagle3DraftModel):
             return assistant
@@ -23,10 +23,10 @@ def as_draft(assistant: Any) -> Eagle3DraftModel | None:
 
 
 def reject_no_model(assistant: Any) -> None:
-    """Refuse what has no forward; transformers would fail on it later, at an attribute that it lacks.
+    """Reject an assistant that is not a model, on which transformers would fail later with an `AttributeError`.
 
     Raises:
-        TypeError: says what was given, and the line to write.
+        TypeError: the assistant is not a model. The message says what was given, and the line to write instead.
     """
     if assistant is None or _may_be_model(assistant):
         return
@@ -44,7 +44,7 @@ def _may_be_model(assistant: Any) -> bool:
 
 
 def _in_words(assistant: Any) -> tuple[str, str]:
-    """What was given, and the folder to load in its place as one writes it."""
+    """Return a description of what was given, and the argument of `from_pretrained` to load instead, as code."""
     kind = type(assistant).__name__
     if isinstance(assistant, type):
         return f"the class {assistant.__name__}", '"..."'
@@ -59,14 +59,14 @@ def _in_words(assistant: Any) -> tuple[str, str]:
 
 
 def reject_path_of_head(path: str) -> None:
-    """Refuse a folder or Hub id that holds a head, where transformers would look for a class of its own for it.
+    """Reject the path or Hub id of a draft head, for which transformers would look for a class of its own.
 
     Raises:
-        ValueError: says the line to write.
+        ValueError: the path holds a draft head. The message says the line to write instead.
     """
     try:
         config, _ = PreTrainedConfig.get_config_dict(path)
-    except Exception:  # whatever is wrong with the path: transformers is about to say it
+    except Exception:  # transformers reports whatever is wrong with the path
         return
     if is_head_config(config):
         raise ValueError(
@@ -76,15 +76,15 @@ def reject_path_of_head(path: str) -> None:
 
 
 def reject_lost_head(assistant: Any) -> None:
-    """A published head opened by AutoModel becomes a random model of the class its config claims: say so.
+    """Reject a published head that was loaded by AutoModel: as the class its config names, with random weights.
 
     Raises:
-        ValueError: says the line to write.
+        ValueError: the assistant is such a model. The message says the line to write instead.
     """
     config = getattr(assistant, "config", None)
     if any(getattr(config, name, None) is not None for name in ("draft_vocab_size", "eagle_config")):
         raise ValueError(
-            f"assistant_model is a {type(assistant).__name__} whose config speaks of a draft vocabulary: a published "
-            "EAGLE-3 head opened under the wrong class, so with random weights. Load it with "
+            f"assistant_model is a {type(assistant).__name__} whose config has a draft vocabulary: a published "
+            "EAGLE-3 head opened under the wrong class, hence with random weights. Load it with "
             "eagle3_hf.Eagle3DraftModel.from_pretrained(...)"
         )

@@ -1,16 +1,16 @@
-"""The random numbers that vanilla sampling would use, known in advance.
+"""The random numbers that plain sampling would use, known in advance.
 
-`torch.multinomial(p, 1)` is an exponential race: it draws `e ~ Exponential(1)` of p's shape from the default generator
-of p's device and returns `argmax(p / e)`. Plain sampling so consumes one such tensor per step, whatever the text.
-`Noise` draws the coming ones on a copy of the generator, so that a draft may look at them (coupling by common random
-numbers, Daliri et al., arXiv 2408.07978), and moves the real generator only when a token is chosen: after a stop, an
-exception or an interrupt it stands where plain sampling would have left it.
+`torch.multinomial(p, 1)` is an exponential race. It draws `e ~ Exponential(1)` of p's shape from the default generator
+of p's device and returns `argmax(p / e)`. So plain sampling consumes one such tensor per step, whatever the text.
+`Noise` draws the coming ones from a copy of the generator, so that the draft can use them (coupling by common random
+numbers, Daliri et al., arXiv 2408.07978). The real generator moves only when a token is chosen: after a stop, an
+exception or an interrupt it has the state in which plain sampling would have left it.
 
-Other threads may draw from the same generator at any time. Each draw of torch is atomic, but looking at a copy and
-moving the original are two acts. So noise that was looked at is only expected until the generator has moved over it by
-a draw of its own; where the generator then stands tells whether somebody else has drawn in between. Whoever finds that
-out uses other noise, and from then on draws the coming steps from the generator itself, before they are needed: these
-numbers are nobody else's, and a state that several threads move is reproducible for none of them anyway.
+Other threads may draw from the same generator at any time. A single draw of torch is atomic, but peeking at a copy and
+then moving the original are two operations. So the noise of a step is only an expectation until the real generator has
+moved over it by a draw. The state after that draw tells whether another thread has drawn in between. If so, the noise
+is replaced, and from then on the coming steps are drawn from the real generator before they are needed: no other
+thread gets these numbers, and when several threads share a generator, none of them has reproducible results anyway.
 """
 
 import math
@@ -27,8 +27,8 @@ class Noise:
     Args:
         batch_size: B of the sampled probabilities.
         vocab_size: Size V of the target's vocabulary.
-        device: Where the probabilities live; its default generator is followed.
-        dtype: Of the probabilities.
+        device: Device of the probabilities, whose default generator is used.
+        dtype: Data type of the probabilities.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Noise:
         self._dtype = dtype
         self._real = _default_generator(self._device)
         self._ahead = torch.Generator(self._real.device)
-        # Drawn but not used yet: (noise, state of the generator behind it), the next step first.
+        # Drawn but not used yet: (noise, state of the generator after it), the next step first.
         self._steps: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._is_claimed = False  # the next step's noise is ours: the generator has moved over it
-        self._draws_ahead = False  # other threads draw as well: `_steps` come from the real generator, all are ours
-        self._was_dropped = False  # noise that was looked at has been replaced since somebody was last told
+        self._is_claimed = False  # the real generator has moved over the next step's noise
+        self._draws_ahead = False  # other threads draw as well, so `_steps` are drawn from the real generator
+        self._was_dropped = False  # noise that was peeked at has been replaced since the last report
         self._left_at = self._start()
 
     @property
@@ -51,26 +51,27 @@ class Noise:
         return self._shape[1]
 
     def fits(self, probs: torch.Tensor) -> bool:
-        """Whether `probs` is of the shape and dtype that this noise was made for."""
+        """Return whether `probs` has the shape and dtype of this noise."""
         return tuple(probs.shape) == self._shape and probs.dtype == self._dtype
 
     def peek(self, step: int) -> torch.Tensor:
-        """The noise `e` `(B, V)` of a step to come, 0 being the next one. The real generator does not move; the tensor
-        is the one that the step will use, so do not write to it.
+        """Return the noise `e` (B, V) of a coming step, where 0 is the next one.
+
+        The real generator does not move. The step will use the same tensor, so do not write to it.
         """
         return self.peek_at([step])[0]
 
     def peek_at(self, steps: Sequence[int]) -> list[torch.Tensor]:
-        """The noise `(B, V)` of each of some steps to come (see `peek`), all from one state of the generator."""
+        """Return the noise (B, V) of each of some coming steps (see `peek`), all from one state of the generator."""
         self._drop_if_moved()
         return [self._draw_up_to(step) for step in steps]
 
     @staticmethod
     def race(probs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The winners `(B,)` of `argmax(probs / noise)`, and whether they are certainly multinomial's.
+        """Return the winners (B,) of `argmax(probs / noise)`, and whether they are surely those of multinomial.
 
-        A winner is positive and finite unless the probabilities are invalid (argmax takes NaN for the greatest), save
-        for negative ones, which never win: multinomial itself must then say what is wrong, or that all is well.
+        A winner is positive and finite unless the probabilities are invalid (argmax takes NaN for the greatest value).
+        Negative probabilities, which never win, are tested separately. If the result is not sure, call `check`.
         """
         race = probs / noise
         winners = race.argmax(dim=-1, keepdim=True)
@@ -79,25 +80,25 @@ class Noise:
         return winners.squeeze(-1), valid
 
     def check(self, probs: torch.Tensor) -> None:
-        """Let multinomial itself refuse probabilities `(n, V)` that it cannot draw from; no generator in use moves."""
+        """Let `torch.multinomial` raise its error for invalid probabilities (n, V). No generator in use moves."""
         torch.multinomial(probs, 1, generator=torch.Generator(self._real.device))
 
     def claim(self) -> bool:
-        """Move the generator over the next step's noise, as plain sampling would move it, so that nobody else gets it.
+        """Move the generator over the next step's noise, as plain sampling does, so that no other thread draws it.
 
         Returns:
-            Whether that noise is what `peek(0)` gave before. If not, another thread was first: choose with
-            what `peek(0)` gives now.
+            Whether that noise is what `peek(0)` returned before. If not, another thread has drawn it: choose again,
+            with what `peek(0)` returns now.
         """
         self._was_dropped = False
         return self._draws_ahead or self._is_claimed or self._move()
 
     def advance(self) -> bool:
-        """The next step's noise has been used, for some sequences perhaps before others.
+        """Drop the noise of the next step, once all sequences have used it.
 
         Returns:
-            Whether it was the same for all of them and nobody else's. If not, other threads have drawn since:
-            the step is still to come, and every choice from it on must be made again.
+            Whether the noise was the same for all sequences, and no other thread has drawn it. If not, nothing is
+            advanced, and all choices from this step on must be made again.
         """
         if self._was_dropped:
             self._draw_ahead()
@@ -110,7 +111,7 @@ class Noise:
         return True
 
     def was_moved(self) -> bool:
-        """Whether somebody else has drawn from the generator, or set it: what was known ahead is then forgotten."""
+        """Return whether other code has moved the generator; the noise of coming steps is then dropped."""
         self._drop_if_moved()
         moved, self._was_dropped = self._was_dropped, False
         return moved
@@ -124,9 +125,9 @@ class Noise:
         return self._steps[step][0]
 
     def _move(self) -> bool:
-        """Move the generator behind the next step's noise, or find that it has left the place before it."""
+        """Move the generator over the next step's noise; return whether it was still in the state before it."""
         behind = self._steps[0][1]
-        if threading.active_count() == 1:  # and no other thread can begin before this one goes on
+        if threading.active_count() == 1:  # so that no other thread can draw between the next two lines
             is_ours = self._stands_at(self._left_at)
             if is_ours:
                 self._real.set_state(behind)
@@ -159,7 +160,7 @@ class Noise:
 
 
 def _pass_over(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Draw, in one atomic act, as many numbers as noise of this shape takes."""
+    """Draw as many numbers as noise of this shape takes, in one atomic operation."""
     if generator.device.type == "cpu" and _is_one_integer_each(dtype):
         torch.empty(math.prod(shape), dtype=torch.int64).random_(generator=generator)
     else:
@@ -168,9 +169,9 @@ def _pass_over(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.
 
 @cache
 def _is_one_integer_each(dtype: torch.dtype) -> bool:
-    """Whether an exponential takes as much of a CPU generator as an int64 does, and so a fraction of the time.
+    """Return whether an exponential moves a CPU generator as far as an int64 does, which is much faster to draw.
 
-    Builds of torch differ: some seed another generator instead.
+    Builds of torch differ in this: some seed another generator instead.
     """
     noise, integers = torch.Generator(), torch.Generator()
     torch.empty(40, dtype=dtype).exponential_(generator=noise)
@@ -179,7 +180,7 @@ def _is_one_integer_each(dtype: torch.dtype) -> bool:
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
-    """The generator that sampling functions on `device` use when none is named."""
+    """Return the generator that sampling functions on `device` use by default."""
     if device.type == "cpu":
         return torch.default_generator
     backend = getattr(torch, device.type)

@@ -1,4 +1,4 @@
-"""Which way a call is decoded: with trees, with chains, or plainly where the target can verify neither."""
+"""The choice of a decoding loop: with trees, with chains, or plain decoding if the target can verify neither."""
 
 from typing import Any
 
@@ -36,14 +36,14 @@ def decode(
     tokenizer=None,
     **model_kwargs,
 ):
-    """What `generate` calls instead of its own assisted decoding; same arguments, same result.
+    """Decode in place of transformers' assisted decoding, with the same arguments and the same result.
 
     Raises:
-        ValueError: a cache that cannot be rolled back; a target that is random in its present mode.
+        ValueError: the cache cannot be rolled back, or the target's forward is random in its present mode.
     """
     cache = model_kwargs.get(CACHE_KEY)
     if generation_config.cache_implementation == "dynamic_full" and type(cache) is DynamicCache and not cache.layers:
-        # Earlier versions of transformers make a cache without windows beside an assistant; ours keep theirs.
+        # With an assistant, earlier versions of transformers make a cache without windows, which our loop allows.
         cache = model_kwargs[CACHE_KEY] = DynamicCache(config=target.config.get_text_config(decoder=True))
     capability = capability_of(target, input_ids.device, cache, len(input_ids))
     if capability.mode is VerifyMode.PLAIN or _needs_its_own_windows(
@@ -88,7 +88,7 @@ def decode(
 
 
 def _needs_its_own_windows(target, cache, input_ids, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-    """Whether static windows shorter than the model's decide what the text sees; a line in the log then says so."""
+    """Return (and log) whether static windows that are shorter than the model's determine what a token attends to."""
     text_config, mask = target.config.get_text_config(), model_kwargs.get("attention_mask")
     behind = input_ids.shape[1] if mask is None else mask.shape[-1]
     length = behind + config.max_length - input_ids.shape[1] - 1
@@ -96,26 +96,30 @@ def _needs_its_own_windows(target, cache, input_ids, config: GenerationConfig, m
     if not has_shortened_windows(cache, windows, length):
         return False
     logger.warning_once(
-        "the static cache is shorter than the windows of the target's attention, and keeps less than they show of a "
-        f"text of {length} tokens: decoding goes on without the draft. The text is the same; a max_cache_len of at "
-        "least the windows' length brings the draft back"
+        f"The static cache is shorter than the target's attention windows, so that of {length} tokens it keeps fewer "
+        "than they show: decoding goes on without the draft. The text is the same. To use the draft, set "
+        "max_cache_len to at least the windows' length."
     )
     return True
 
 
 def _do_not_compile(config: GenerationConfig) -> None:
-    """`generate` compiles the forward for static caches on accelerators; this is the call's own config."""
+    """Keep `generate` from compiling the forward, as it does for static caches on accelerators.
+
+    Args:
+        config: The call's own config, which may be changed.
+    """
     if config.compile_config is not None:
         logger.warning_once(
-            "compile_config is set, but beside a draft head the target runs uncompiled: a compiled forward can "
-            "neither be read nor be shown a tree. The text is the same."
+            "compile_config is set, but with a draft head the target runs uncompiled, since hooks and tree attention "
+            "do not reach a compiled forward. The text is the same."
         )
     config.disable_compile = True
 
 
 def _decode_plainly(target, draft: Eagle3DraftModel, input_ids: torch.LongTensor, **kwargs):
-    """The target's own decoding, for targets that cannot verify a draft; no rounds in the statistics."""
-    draft.stats = SpeculationStats()  # first of all: an exception must not leave those of the call before
+    """Run ordinary decoding, for targets that cannot verify drafts; the statistics then count no rounds."""
+    draft.stats = SpeculationStats()  # set first: after an exception the statistics must not be those of another call
     output = target._sample(input_ids, **kwargs)
     if not isinstance(output, torch.Tensor):
         output.speculation = draft.stats

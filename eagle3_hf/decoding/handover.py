@@ -1,10 +1,10 @@
-"""What the cache holds of each sequence behind a round, at the end of a call, and where something was raised.
+"""The content of the target's cache after a round, at the end of a call, and after an exception.
 
-A finished sequence writes pad tokens. Plain decoding runs these through the model as well, and its cache, scores and
-calls of processors show it. Whoever gets the cache after the call finds in it what plain decoding would have left.
+Whoever gets the cache after the call must find in it what plain decoding would have left. This includes the pad tokens
+of finished sequences: plain decoding runs them through the model as well, which shows in its cache, its scores and the
+calls of processors.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 
 from .output.emitter import TokenEmitter
@@ -15,36 +15,37 @@ from .verification import Walk
 
 
 class CacheHandover:
-    """Keeps the cache in line with what the sequences say.
+    """Keeps the target's cache in accordance with the tokens of the sequences.
 
     Args:
-        target: Has the cache.
+        target: Holds the cache.
         batch: The sequences.
         tokens: Emits their tokens.
-        verify: Runs the target over trees; returns its outputs first.
-        chooser: From a walk, its trees and the outputs to what chooses tokens at the nodes that it reaches.
     """
 
-    def __init__(self, target: TargetRun, batch: Batch, tokens: TokenEmitter, verify: Callable, chooser: Callable):
+    def __init__(self, target: TargetRun, batch: Batch, tokens: TokenEmitter):
         self._target = target
         self._batch = batch
         self._tokens = tokens
-        self._verify = verify
-        self._chooser = chooser
         self._has_begun = False
         self._runs_pads = False
 
     def begin(self, in_step: bool) -> None:
-        """The prefill, which is plain decoding's, is over.
+        """Start to keep the cache. Before this, an exception leaves what the prefill of plain decoding would leave.
 
         Args:
-            in_step: All sequences are at the same step from the first to the last, finished ones too.
+            in_step: Whether all sequences stay at the same step throughout, finished ones included.
         """
         self._has_begun = True
         self._runs_pads = in_step or self._target.cache_is_seen or self._tokens.asks_of_pads
 
     def pad_chains(self, tree: DraftTree, active: list[int]) -> dict[int, list[int]]:
-        """Pad tokens of the finished sequences, as far as any active one can get with its tree, roots first."""
+        """Return index -> the next tokens of finished sequences: as many as an active one can emit in this round.
+
+        Args:
+            tree: The trees of this round.
+            active: Sequences that advance in this round.
+        """
         if not self._runs_pads:
             return {}
         furthest = [self._batch[index].cache_len + tree.host()[index].depth + 1 for index in active]
@@ -53,20 +54,20 @@ class CacheHandover:
         return {each.index: each.upcoming(reach - each.cache_len) for each in padding}
 
     def keep(self, walk: Walk, num_nodes: int) -> list[list[int]]:
-        """Keep in the cache what the sequences have emitted and nobody has taken back; returns these paths."""
+        """Keep the entries of tokens that were emitted and not rewound; return the paths of these nodes."""
         lens = [each.committed_len(path) for each, path in zip(self._batch, walk.paths, strict=True)]
         return self._keep(walk, lens, num_nodes)
 
     def _keep(self, walk: Walk, lens: list[int], num_nodes: int) -> list[list[int]]:
         grown = [new - each.cache_len for new, each in zip(lens, self._batch, strict=True)]
         paths = [path[: max(0, count)] for path, count in zip(walk.paths, grown, strict=True)]
-        # No sequence will end before this slot again: not by being rewound, nor for the pad tokens it still lacks.
+        # No sequence will be shorter than this again: neither when rewound, nor while it lacks pad tokens.
         needed = min([self._batch.slot_of(self._batch.steps - 1), *(lens if self._runs_pads else [])])
         self._target.keep(paths, num_nodes, lens, needed)
         return paths
 
     def complete(self) -> None:
-        """Bring the cache to where plain decoding leaves it: every sequence as long as the longest text."""
+        """Make every sequence in the cache as long as the longest text, as plain decoding leaves it."""
         if self._target.cache_is_seen and self._target.capability.restores:
             self._target.catch_up(self._batch.input_ids[:, :-1])
         if len(self._batch) == 1:
@@ -78,10 +79,10 @@ class CacheHandover:
         self._target.cut(end)
 
     def interrupted(self, under_way: tuple[Walk, int] | None) -> None:
-        """Something was raised: leave the cache with all that came before the step at which it was.
+        """After an exception, keep in the cache all steps before the one in which it was raised.
 
         Args:
-            under_way: The walk whose tree, of so many nodes, is in the cache.
+            under_way: The walk whose tree is in the cache, and the tree's number of nodes; `None` between rounds.
         """
         if not self._has_begun:
             return
@@ -97,8 +98,8 @@ class CacheHandover:
     def _end_at(self, step: int) -> None:
         end = self._batch.slot_of(step)
         if self._target.cache_is_brought:
-            # Pad tokens of sequences that finished in this very round, and tokens that a restored cache lacks. The
-            # caller is to see the first exception.
+            # Add pad tokens of sequences that finished in this very round, and tokens that a restored cache lacks. A
+            # further exception here must not replace the first one.
             with suppress(Exception):
                 if min(self._batch.cache_lens) < end:
                     self._catch_up(end, is_recorded=False)
@@ -106,16 +107,22 @@ class CacheHandover:
         self._target.cut(end)
 
     def _catch_up(self, end: int, is_recorded: bool) -> None:
-        """Run the pad tokens of finished sequences that plain decoding has run; no text comes of it."""
+        """Run the pad tokens of finished sequences up to the slot `end`. This emits nothing.
+
+        Args:
+            end: The slot at which every sequence ends in plain decoding.
+            is_recorded: Whether scores, logits or layers of these steps are returned.
+        """
         behind = [each.index for each in self._batch if each.cache_len < end]
         chains = {each.index: each.upcoming(max(1, end - each.cache_len)) for each in self._batch}
         tree = DraftTree.root_only(self._batch.roots()).with_chains(chains)
-        outputs, _ = self._verify(tree)
+        outputs, num_nodes = self._target.verify(tree), tree.tokens.shape[1]
         walk = Walk(tree.host())
         if is_recorded:
-            walk.run(behind, self._chooser(walk, tree, outputs), lambda index: True)
+            choose = self._tokens.chooser(walk, outputs, num_nodes, self._target.key_columns)
+            walk.run(behind, choose, lambda index: True)
         else:
             for index in behind:
                 walk.take_all(index)
         lens = [each.cache_len + len(path) for each, path in zip(self._batch, walk.paths, strict=True)]
-        self._target.keep(walk.paths, tree.tokens.shape[1], lens, min(lens))
+        self._target.keep(walk.paths, num_nodes, lens, min(lens))

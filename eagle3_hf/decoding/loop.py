@@ -1,9 +1,9 @@
-"""The decoding loop: propose a tree for each sequence, verify all in one target pass, accept, commit.
+"""The decoding loop: propose a tree for each sequence, verify all in one forward of the target, accept, commit.
 
-Sequences of a batch accept different numbers of drafts and so run ahead of each other. Where something outside may
-notice that (see `output/emitter.py`), or where it is of no use, they stay in step: the round ends for all with the
-first sequence that misses. A finished sequence writes pad tokens; these are known, so they make a chain that costs no
-draft and is always right.
+Sequences of a batch accept different numbers of drafts, so that some run ahead of others. Where a caller could notice
+that (see `TokenEmitter.needs_lock_step`), or where the target does not support it, all sequences stay in step: the
+round ends for all with the first sequence whose draft is wrong. The further tokens of a finished sequence are pad
+tokens. Since they are known, its tree is a chain of them, which needs no draft and is always accepted.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from .draft.inputs import DraftInputs, PromptMedia
 from .draft.sizing import RoundSizes, TreeSizer, sizer_of
 from .handover import CacheHandover
 from .output.emitter import FURTHEST_AHEAD, TokenEmitter
-from .output.outputs import Place, StepRecord
+from .output.outputs import StepRecord
 from .output.processors import StopTest, prefix_free_warpers
 from .sequence import Batch
 from .target.capability import TREE, Capability, VerifyMode
@@ -45,8 +45,8 @@ class SpeculativeDecoding:
             hands to a decoding method.
         settings: Size of the tree, or its limits.
         capability: What the target can verify.
-        synced_gpus: Other processes of torch.distributed take part in every forward.
-        clock: Seconds, from any start.
+        synced_gpus: Whether other processes of torch.distributed take part in every forward.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class SpeculativeDecoding:
         self.tokens = TokenEmitter(self.batch, logits_processor, stop, streamer, sampled, record)
         synced = synced_gpus_of(target, draft, input_ids, synced_gpus)
         self.target = TargetRun(target, generation_config, model_kwargs, self.batch, capability, synced)
-        self._handover = CacheHandover(self.target, self.batch, self.tokens, self._verify, self._chooser)
-        self._under_way: tuple[Walk, int] | None = None  # whose tree, of so many nodes, is in the cache
+        self._handover = CacheHandover(self.target, self.batch, self.tokens)
+        self._under_way: tuple[Walk, int] | None = None  # the walk whose tree is in the cache, and the tree's nodes
 
     def run(self):
-        """Decode; returns what plain decoding returns (ids, or the output object with `speculation` attached)."""
+        """Decode, and return what plain decoding returns: ids, or the output object with `speculation` attached."""
         start = self._clock()
         layer_ids, media = self.draft.config.captured_layer_ids, media_token_ids(self._model)
         try:
@@ -105,7 +105,7 @@ class SpeculativeDecoding:
             if self.target.synced is not None:
                 self.target.synced.run_along()
             self.tokens.finish()
-        finally:  # what an interrupted call did is not what the call before it did
+        finally:  # also after an exception: the statistics must not be those of the call before
             self._finish_stats(self._clock() - start)
         return self._result()
 
@@ -136,10 +136,13 @@ class SpeculativeDecoding:
         self.tokens.end_round(self.batch.steps - steps)
 
     def _propose(self, active: list[int]) -> tuple[DraftTree, list[int]]:
-        """A tree for each sequence below its newest token; also returns those that get a chain of pad tokens.
+        """Draft a tree below the newest token of each sequence.
 
         Args:
-            active: Sequences that are to advance; the others get their root alone.
+            active: Sequences that advance in this round; the others get only their root, or a chain of pad tokens.
+
+        Returns:
+            The trees, and the sequences that got a chain of pad tokens.
         """
         roots, depth = self.batch.roots(), self._depth_left(active)
         size = self._sizes.choose(depth, self.batch.longest)
@@ -147,23 +150,25 @@ class SpeculativeDecoding:
             tree = DraftTree.root_only(roots)
         else:
             leads = [sequence.lead(self.batch.steps) for sequence in self.batch]
-            # Fewer candidates than asked for (a cutoff or NaN ruled them out) make a smaller forward.
+            # There may be fewer candidates than asked for (because of cutoffs or NaN): the forward is then smaller.
             tree = self._candidate.draft_tree(None, depth, size, roots, leads).trimmed()
         chains = self._handover.pad_chains(tree, active)
         idle = {each.index: each.upcoming(1) for each in self.batch if each.index not in active}
         return tree.with_chains({**idle, **chains}), list(chains)
 
     def _verify(self, tree: DraftTree):
-        """The target's outputs over the trees, and its features (B, N, A * Ht) at their nodes."""
+        """Return the target's outputs for the trees, and its features (B, N, A * Ht) at their nodes."""
         self._reader.clear()
         outputs = self.target.verify(tree)
         return outputs, self._reader.take()[:, -tree.tokens.shape[1] :]
 
     def _accept(self, tree: DraftTree, outputs, active: list[int], padding: list[int]) -> Walk:
-        """Emit the target's choice at each node of each sequence's way through its tree.
+        """Walk each sequence's tree along the target's choices, and emit them.
 
         Args:
-            active: Sequences that advance.
+            tree: The trees.
+            outputs: The target's outputs for them.
+            active: Sequences that advance in this round.
             padding: Sequences whose trees are chains of pad tokens.
         """
         together = range(len(self.batch)) if self._in_step else active if self.tokens.was_moved else ()
@@ -180,15 +185,17 @@ class SpeculativeDecoding:
         if not shown:
             for index in padding:
                 walk.take_all(index)
-        walk.run(sorted(active + padding) if shown else active, self._chooser(walk, tree, outputs), goes_on)
+        choose = self.tokens.chooser(walk, outputs, tree.tokens.shape[1], self.target.key_columns)
+        walk.run(sorted(active + padding) if shown else active, choose, goes_on)
         return walk
 
     def _commit(self, walk: Walk, features: torch.Tensor, live: list[int]) -> None:
-        """Keep in the cache, and hand to the draft, what the sequences have emitted and nobody has taken back.
+        """Keep the emitted tokens that were not rewound, in the target's cache and as inputs of the draft.
 
         Args:
+            walk: The paths through the trees.
             features: (B, N, A * Ht) at the nodes.
-            live: Sequences that were not padding before the round: the draft is not told of pad tokens.
+            live: Sequences that were not finished before the round. The draft is not fed pad tokens.
         """
         steps = [sequence.root_step + 1 for sequence in self.batch]
         old_lens, positions = self.batch.cache_lens, [sequence.root_position for sequence in self.batch]
@@ -205,13 +212,13 @@ class SpeculativeDecoding:
     # ----- parts of a round -----------------------------------------------------------------------------------------
 
     def _may_advance(self, index: int) -> bool:
-        """Whether a sequence has a token left to emit, and is not so far ahead that the others must catch up first."""
+        """Whether a sequence has a token left to emit, and need not wait for others that are far behind."""
         if len(self.batch) == 1:
             return True
         return self.tokens.room(index) != 0 and self.batch[index].lead(self.batch.steps) < FURTHEST_AHEAD
 
     def _depth_left(self, active: list[int]) -> int:
-        """The deepest level that could still be emitted; 0 where a tree would change the target's frequencies."""
+        """Return the deepest level whose tokens can still be emitted; 0 if a tree would change rotary frequencies."""
         if self.target.forgets:
             return 0
         for limit, constant_behind in self._rope_limits:
@@ -223,35 +230,11 @@ class SpeculativeDecoding:
         room = [self.tokens.room(index) for index in active]
         return min((self.config.max_length if left is None else left for left in room), default=0) - 1
 
-    def _chooser(self, walk: Walk, tree: DraftTree, outputs) -> Callable[[dict[int, int]], dict[int, int]]:
-        """From the node that each walk has reached to the token behind it, which is emitted on the way."""
-        num_nodes = tree.tokens.shape[1]
-        logits = outputs.logits[:, -num_nodes:]
-        greedy = logits.argmax(-1).tolist() if self._chooses_at_once(logits.device) else None
-
-        def place(index: int) -> Place:
-            sequence, path = self.batch[index], walk.paths[index]
-            step = sequence.root_step + len(path)
-            return Place(index, step, path, sequence.cache_len, self.batch.longest, num_nodes)
-
-        def choose(nodes: dict[int, int]) -> dict[int, int]:
-            if self.tokens.record.keeps_layers:
-                self.tokens.record.put_layers(outputs, [place(index) for index in nodes], self.target.key_columns)
-            if greedy is not None:
-                tokens = {index: greedy[index][node] for index, node in nodes.items()}
-                self.tokens.emit_tokens(tokens)
-                return tokens
-            steps = {index: self.batch[index].root_step + len(walk.paths[index]) for index in nodes}
-            return self.tokens.emit(_logits_at(logits, nodes), steps)
-
-        return choose
-
-    def _chooses_at_once(self, device: torch.device) -> bool:
-        """One transfer for all nodes instead of one per visited node; on a CPU the argmax itself is what costs."""
-        return self.tokens.is_plain_greedy and device.type != "cpu"
-
     def _count(self, walk: Walk, tree: DraftTree, active: list[int]) -> None:
-        """A walk that ends at an accepted draft leaves what is below that draft untried."""
+        """Count the round in the statistics.
+
+        If the text ends at an accepted draft, the levels below that draft have not been tried.
+        """
         for index in active:
             accepted, path = walk.accepted[index], walk.paths[index]
             if path:
@@ -287,7 +270,7 @@ class SpeculativeDecoding:
             coupled=getattr(self.draft.generation_config, "assistant_coupled_sampling", True),
         )
         self._candidate.feed_later(inputs)
-        # All sequences, finished ones too, are then at the same step from the first to the last.
+        # All sequences, finished ones included, then stay at the same step throughout.
         forced = bool(self._rope_limits) or self.target.capability.mode is VerifyMode.CHAIN or self.target.forgets
         self._in_step = self.tokens.needs_lock_step or (len(self.batch) > 1 and forced)
         self._handover.begin(self._in_step)
@@ -295,14 +278,14 @@ class SpeculativeDecoding:
         self._prefill_seconds = self._clock() - start
 
     def _slots_behind(self) -> tuple[int, int]:
-        """Slots of a cache that the text can take behind the prompt, and trees behind the text."""
+        """Return how many slots the text can fill behind the prompt, and trees behind the text."""
         new, nodes = self.config.max_length - self.batch.prompt_length, self.settings.num_nodes + 1
-        # In a batch, finished sequences follow the others by chains of known tokens.
+        # In a batch, the tree of a finished sequence is a chain of pad tokens.
         chain = 0 if len(self.batch) == 1 else min(new, FURTHEST_AHEAD) + self.settings.depth + 1
         return new, max(nodes, chain)
 
     def _find_sizer(self) -> TreeSizer:
-        """Of calls that cost and accept what this one does."""
+        """Return the sizer of calls with the same costs and acceptance as this one."""
         model, sampled = self._model, self.tokens.noise is not None
         kind = model.device, model.dtype, torch.get_num_threads(), sampled, self._in_step, self.tokens.is_plain_greedy
         chain = self.target.capability.mode is VerifyMode.CHAIN
@@ -318,20 +301,9 @@ class SpeculativeDecoding:
         if not self.config.return_dict_in_generate:
             return self.batch.input_ids
         fields: dict[str, Any] = {CACHE_KEY: self.target.cache, **self.tokens.record.until(self.batch.steps)}
-        output = GenerateDecoderOnlyOutput(
-            sequences=self.batch.input_ids,
-            **fields,
-        )
+        output = GenerateDecoderOnlyOutput(sequences=self.batch.input_ids, **fields)
         output.speculation = self.stats  # an attribute, not a key: keys and to_tuple() stay those of plain decoding
         return output
-
-
-def _logits_at(logits: torch.Tensor, nodes: dict[int, int]) -> torch.Tensor:
-    """(B, N, V) at each sequence's node -> (B, V); those of sequences without one are their roots'."""
-    if logits.shape[0] == 1:
-        return logits[:, nodes[0]]
-    at = torch.tensor([nodes.get(index, 0) for index in range(logits.shape[0])], device=logits.device)
-    return logits[torch.arange(logits.shape[0], device=logits.device), at]
 
 
 def _pad_token_id(config: GenerationConfig) -> int | None:

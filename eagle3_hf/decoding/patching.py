@@ -1,8 +1,9 @@
-"""What we wrap in transformers so that `generate(assistant_model=draft)` reaches our loop, and nothing else changes.
+"""The wrappers around methods of transformers by which `generate(assistant_model=draft)` reaches our loop.
 
 Four methods of `GenerationMixin`, the function by which pipelines load an assistant, and the mask interfaces (see
-`target/tree_attention.py`). Each wrapper acts only when the assistant is a draft head, or nothing that could be one;
-`disable` restores what is still ours on top, and leaves a pass-through where somebody wrapped it since.
+`target/tree_attention.py`) are wrapped. A wrapper acts only when the assistant is a draft head, or an object that
+cannot be an assistant; otherwise it calls the original with the arguments it was given. `disable` restores the
+originals. Where other code has wrapped one of our wrappers since, ours stays below it and passes every call through.
 """
 
 import functools
@@ -30,7 +31,7 @@ _wrapped: dict[str, tuple[Callable, Callable]] = {}
 
 
 def enable() -> None:
-    """Let `generate` accept draft heads; done once by `import eagle3_hf`. Twice is the same as once."""
+    """Let `generate` accept draft heads. `import eagle3_hf` calls this; calling it again changes nothing."""
     global _enabled
     tree_attention.install()
     for name, make in _WRAPPERS.items():
@@ -44,14 +45,14 @@ def enable() -> None:
 
 
 def _leads_to(method: Callable, wrapper: Callable) -> bool:
-    """Whether `wrapper` is `method` or is below the wrappers that others have put on it since."""
+    """Return whether `method` is `wrapper`, or wraps it (directly or through other wrappers)."""
     while method is not wrapper and hasattr(method, "__wrapped__"):
         method = method.__wrapped__
     return method is wrapper
 
 
 def disable() -> None:
-    """Put transformers back. A draft passed to `generate` then raises."""
+    """Restore the methods of transformers. A draft head passed to `generate` then raises an error."""
     global _enabled
     for name, (original, wrapper) in list(_wrapped.items()):
         if getattr(_owner(name), name) is wrapper:
@@ -63,7 +64,7 @@ def disable() -> None:
 
 @contextmanager
 def enabled(value: bool = True) -> Iterator[None]:
-    """Enabled (or, with `False`, disabled) inside the block, and as before after it."""
+    """Enable draft heads (or, with `False`, disable them) inside the block; the state before is restored after it."""
     before = _enabled
     (enable if value else disable)()
     try:
@@ -136,5 +137,5 @@ _WRAPPERS: dict[str, Callable[[Callable], Callable]] = {
 
 
 def _owner(name: str) -> Any:
-    """Whose attribute a wrapped method or function is."""
+    """Return the class or module that has the wrapped method or function `name`."""
     return pipelines if name == "load_assistant_model" else GenerationMixin

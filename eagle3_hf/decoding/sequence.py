@@ -1,41 +1,41 @@
-"""The sequences of one `generate` call: one object owns what a sequence says and how much of it the cache holds.
+"""The sequences of one `generate` call. One object owns the tokens of a sequence and its length in the target's cache.
 
-A *step* is one token of every sequence. Sequences accept different numbers of drafts and so run ahead of each other; a
-step is committed once the slowest sequence has reached it, and only then do stopping criteria and streamers hear of
-it. What a sequence has emitted behind the committed steps is provisional: `Sequence.rewind` takes it back.
+A *step* is one token of every sequence. Sequences accept different numbers of drafts, so that some run ahead of
+others. A step is committed once the slowest sequence has reached it, and only then stopping criteria and streamers are
+called for it. Tokens behind the committed steps are provisional: `Sequence.rewind` removes them.
 
-A *slot* of the target's cache is a column of the ids: sequence `b` has its entries in the slots up to its own
-`cache_len`. Its newest token, the root of its next draft tree, has no entry yet.
+A *slot* of the target's cache is a column of the ids. The entries of a sequence are in the slots before its own
+`cache_len`. Its newest token, which is the root of its next draft tree, has no entry yet.
 """
 
-from collections.abc import Sequence as Sized
 from typing import cast
 
 import torch
 from torch import nn
 
 
-_FEW_TOKENS = 4
-_FREE_COLUMNS = 64
+_FEW_TOKENS = 4  # up to so many are written one by one, which is faster than making an index
+_FREE_COLUMNS = 64  # allocated behind the prompt
 
 
 class Sequence:
     """One sequence of the batch.
 
     Args:
-        index: Its place in the batch.
+        index: Index of the sequence in the batch.
         ids: The ids of all sequences on the device.
-        prompt_length: Columns of the prompt in `ids`.
-        pads_after_end: Whether a finished sequence goes on with pad tokens, as plain decoding's does where there is
-            an end-of-sequence token.
+        prompt_length: Number of columns of the prompt in `ids`.
+        pads_after_end: Whether a finished sequence goes on with pad tokens, as in plain decoding if there is an
+            end-of-sequence token.
 
     Attributes:
         token_ids: Emitted tokens, provisional ones included, without the pad tokens of a finished sequence.
-        finished_at: Step of the last token of its own, once it is known.
-        rewound_to: The first step whose token was taken back since the last commit.
-        cache_len: Slots of the target's cache that hold its entries.
-        pads_chosen: Of a finished sequence: steps up to which the choices that plain decoding discards are known.
-        unusable_pad: The first such step from whose probabilities (1, V) nothing can be drawn, with these.
+        finished_at: The step of the last token that is not a pad token, once it is known.
+        rewound_to: The first step whose token was removed since the last commit.
+        cache_len: Number of slots of the target's cache that hold entries of the sequence.
+        pads_chosen: For a finished sequence, the number of steps whose choices are known. Plain decoding makes these
+            choices too, and replaces them by pad tokens.
+        unusable_pad: The first of these steps whose probabilities cannot be sampled from, with these (1, V).
     """
 
     def __init__(self, index: int, ids: "_TokenIds", prompt_length: int, pads_after_end: bool):
@@ -52,13 +52,13 @@ class Sequence:
         self._pads_after_end = pads_after_end
 
     def start(self, cache_len: int, position: int) -> None:
-        """The prefill is done: the cache holds so many slots, and the first new token will be at this position."""
+        """Record the end of the prefill: the slots that it filled, and the position of the first new token."""
         self.cache_len = self._prefill_len = cache_len
         self._first_position = position
 
     @property
     def is_padding(self) -> bool:
-        """Whether the sequence only writes pad tokens from now on."""
+        """Whether all further tokens of the sequence are pad tokens."""
         return self._pads_after_end and self.finished_at is not None
 
     @property
@@ -68,40 +68,40 @@ class Sequence:
 
     @property
     def root_position(self) -> int:
-        """The root's position; of several position axes, the largest."""
+        """The position of the root; the largest one if the model has several position axes."""
         return self._first_position + self.root_step
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and text, without pad tokens behind the end."""
+        """Number of tokens of the prompt and the text, without pad tokens behind the end."""
         return self._prompt_length + len(self.token_ids)
 
     def finished_before(self, step: int) -> bool:
-        """Whether the last token of its own is that of an earlier step."""
+        """Whether the sequence has ended at a step before `step`."""
         return self.finished_at is not None and self.finished_at < step
 
     def lead(self, steps: int) -> int:
-        """Steps that the sequence is ahead of the committed `steps`."""
+        """Return by how many steps the sequence is ahead of the committed `steps`."""
         return max(0, len(self.token_ids) - steps)
 
     def tokens(self, step: int, count: int) -> list[int]:
-        """The tokens of `count` steps from `step` on; a finished sequence goes on with pad tokens."""
+        """Return the tokens of `count` steps from `step` on, with pad tokens behind the end of the sequence."""
         tokens = self.token_ids[step : step + count]
         return tokens + [self._ids.pad] * (count - len(tokens))
 
     def upcoming(self, count: int) -> list[int]:
-        """The next tokens of a finished sequence, its root first."""
+        """Return `count` tokens from the root on; those behind the newest token are pad tokens."""
         return self.tokens(self.root_step, count)
 
     def append(self, token: int) -> int:
-        """Emit a token; returns its step."""
+        """Append a token and return its step."""
         step = len(self.token_ids)
         self.token_ids.append(token)
         self._ids.put(self.index, self._prompt_length + step, token)
         return step
 
     def finish(self, step: int) -> None:
-        """The last token of its own is that of `step`, unless an earlier one is; what it has behind is taken back."""
+        """End the sequence with the token of `step`, unless it has ended before. Tokens behind the end are removed."""
         if self.finished_before(step + 1):
             return
         self.finished_at = step
@@ -111,7 +111,7 @@ class Sequence:
             self._ids.end(self.index, self._prompt_length + step + 1)
 
     def rewind(self, step: int) -> None:
-        """Take back all tokens from `step` on, and an end that was reached there."""
+        """Remove all tokens from `step` on. If the sequence had ended there, it is no longer finished."""
         self._take_back(step)
         if self.finished_at is not None and self.finished_at >= step:
             self.finished_at = None
@@ -127,17 +127,17 @@ class Sequence:
         self.pads_chosen, self.unusable_pad = 0, None
 
     def slot_of(self, step: int) -> int:
-        """The slot in which the entry of a step's token stands."""
+        """Return the slot of the entry of a step's token."""
         return self._prefill_len + step
 
-    def committed_len(self, path: Sized[int]) -> int:
-        """`cache_len` after a round that visited these nodes: all tokens but the newest have entries."""
+    def committed_len(self, path: list[int]) -> int:
+        """Return `cache_len` after a round that visited the nodes `path`: all tokens but the newest have entries."""
         if self.is_padding:
             return self.verified_len(path)
         return self.slot_of(len(self.token_ids) - 1)
 
-    def verified_len(self, path: Sized[int]) -> int:
-        """Slots up to the last entry of this round whose token has not been taken back."""
+    def verified_len(self, path: list[int]) -> int:
+        """Return the slots up to the last entry of a round that visited `path` whose token has not been removed."""
         reached = self.cache_len + len(path)
         return reached if self.rewound_to is None else min(reached, self.slot_of(self.rewound_to))
 
@@ -147,12 +147,12 @@ class Batch(list[Sequence]):
 
     Args:
         input_ids: (B, P) the prompt.
-        pad_token_id: What a finished sequence writes.
+        pad_token_id: The token behind the end of a finished sequence.
         pads_after_end: See [`Sequence`].
 
     Attributes:
         prompt_length: P.
-        steps: Committed steps.
+        steps: Number of committed steps.
     """
 
     def __init__(self, input_ids: torch.Tensor, pad_token_id: int | None = None, pads_after_end: bool = False):
@@ -178,7 +178,7 @@ class Batch(list[Sequence]):
 
     @property
     def num_emitted(self) -> int:
-        """Tokens of all sequences that the text kept, pad tokens and the first token of each sequence aside."""
+        """Committed tokens of all sequences, without pad tokens and without the first token of each sequence."""
         return sum(min(len(sequence.token_ids), self.steps) - 1 for sequence in self)
 
     @property
@@ -187,52 +187,52 @@ class Batch(list[Sequence]):
 
     @property
     def longest(self) -> int:
-        """Slots of the longest sequence; the nodes of all trees stand behind these."""
+        """Number of slots of the longest sequence. The nodes of all trees are behind them."""
         return max(sequence.cache_len for sequence in self)
 
     @property
-    def is_even(self) -> bool:
+    def is_aligned(self) -> bool:
         """Whether all sequences end at the same slot."""
         return all(sequence.cache_len == self[0].cache_len for sequence in self)
 
     @property
     def new_slots(self) -> int:
-        """Slots that the longest sequence has taken since the prefill."""
+        """Number of slots that the longest sequence has filled since the prefill."""
         return max(sequence.root_step for sequence in self)
 
     def slot_of(self, step: int) -> int:
-        """The slot in which the entries of a step's tokens stand."""
+        """Return the slot of the entries of a step's tokens."""
         return self[0].slot_of(step)
 
     def roots(self) -> torch.Tensor:
-        """(B, 1) the newest token of each sequence, whose entry is not in the cache yet."""
+        """Return (B, 1) the newest token of each sequence, which has no entry in the cache yet."""
         return torch.tensor([sequence.upcoming(1) for sequence in self], device=self.device)
 
     def ids_until(self, step: int) -> torch.LongTensor:
-        """(B, T) ids before `step`, in memory of their own as plain decoding's are."""
+        """Return (B, T) the ids before `step`, as a copy: callers may keep it, as in plain decoding."""
         return cast(torch.LongTensor, self._ids.until(self.prompt_length + step).clone())
 
     def cached_ids(self) -> torch.Tensor:
-        """(B, T) ids of all columns that have a slot, provisional ones and pad tokens included."""
+        """Return (B, T) the ids of all columns that have a slot, provisional tokens and pad tokens included."""
         return self._ids.until(self.prompt_length + self.new_slots)
 
     def rewind(self, step: int) -> None:
-        """Take back what any sequence has from `step` on."""
+        """Rewind every sequence to `step`."""
         for sequence in self:
             sequence.rewind(step)
 
     def forget_rewound(self) -> None:
-        """Cache and draft know of everything that was taken back."""
+        """Reset `rewound_to`, once the caches of target and draft have been rewound as well."""
         for sequence in self:
             sequence.rewound_to = None
 
 
 class _TokenIds:
-    """Ids (B, T) on the device; new tokens wait on the host, to be written together.
+    """The ids (B, T) on the device. New tokens are collected on the host and written together.
 
     Args:
         prompt: (B, P).
-        pad: Id of the columns that nobody has written to.
+        pad: The id in all columns that have not been written.
     """
 
     def __init__(self, prompt: torch.Tensor, pad: int):
@@ -248,7 +248,7 @@ class _TokenIds:
         self._waiting.append((index, column, token))
 
     def end(self, index: int, column: int) -> None:
-        """A sequence has pad tokens from this column on."""
+        """Fill a sequence with pad tokens from `column` on."""
         self.write()
         self._ids[index, column:] = self.pad
 
@@ -258,7 +258,7 @@ class _TokenIds:
         return self._ids[:, :column]
 
     def write(self) -> None:
-        """Write the tokens that wait: all at once, or one by one where that is sooner."""
+        """Write the collected tokens to the device."""
         if not self._waiting:
             return
         self._make_room(max(column for _, column, _ in self._waiting) + 1)

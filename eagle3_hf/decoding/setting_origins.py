@@ -1,7 +1,7 @@
 """Where a setting of a `generate` call comes from: its keywords, the generation config passed to it, or the target's.
 
-transformers merges the three before it chooses a loop, and what is merged does not say. So the seam notes, each time
-they are merged, which fields were given; a rejection can then name the place to change.
+transformers merges the three before it chooses a decoding method, and the merged config does not tell them apart. So
+`patching.py` records at each merge which fields were given, and an error about a setting can name the place to change.
 """
 
 import threading
@@ -14,54 +14,54 @@ from transformers import GenerationConfig, PreTrainedModel
 Origin = Literal["call", "passed", "target"]
 
 
-class _Noted(threading.local):
-    """The newest merge of this thread."""
+class _LastMerge(threading.local):
+    """The most recent merge in this thread."""
 
     merged: weakref.ref | None = None
     keywords: frozenset[str] = frozenset()
     passed: frozenset[str] = frozenset()
 
 
-_noted = _Noted()
+_last = _LastMerge()
 
 
 def note(merged: Any, keywords: dict[str, Any], passed: GenerationConfig | None) -> None:
-    """Remember what went into a merged generation config.
+    """Record what was merged into a generation config.
 
     Args:
         merged: The config that the call uses.
-        keywords: Of the call.
-        passed: The `generation_config` of the call.
+        keywords: The keyword arguments of the call.
+        passed: The `generation_config` argument of the call.
     """
     fields = vars(passed) if isinstance(passed, GenerationConfig) else {}
-    _noted.merged = weakref.ref(merged)
-    _noted.keywords = frozenset(keywords)
-    _noted.passed = frozenset(name for name, value in fields.items() if value is not None)
+    _last.merged = weakref.ref(merged)
+    _last.keywords = frozenset(keywords)
+    _last.passed = frozenset(name for name, value in fields.items() if value is not None)
 
 
 def origin(target: PreTrainedModel, merged: GenerationConfig, name: str) -> Origin:
-    """Which of the three gave this field its value, in transformers' order of precedence.
+    """Return which of the three gave a field its value, in transformers' order of precedence.
 
-    A config that was merged elsewhere (by a class with a `generate` of its own) is compared with the target's.
+    A config that was merged elsewhere (by a class with its own `generate`) is compared with the target's.
     """
     own = getattr(target.generation_config, name, None)
-    if _noted.merged is None or _noted.merged() is not merged:
+    if _last.merged is None or _last.merged() is not merged:
         return "target" if own is not None and own == getattr(merged, name) else "call"
-    if name in _noted.keywords:
+    if name in _last.keywords:
         return "call"
-    if name in _noted.passed:
+    if name in _last.passed:
         return "passed"
     return "target" if own is not None else "call"
 
 
 def rejection(target: PreTrainedModel, merged: GenerationConfig, name: str, reason: str, instead: Any) -> ValueError:
-    """The error for a field that cannot be honoured, with the place that it comes from and the way out there.
+    """Return the error for a field that cannot be honoured. It says where the field was set, and what to do there.
 
     Args:
-        target: Whose `generate` was called.
-        merged: The call's generation config.
+        target: The model whose `generate` was called.
+        merged: The call's merged generation config.
         name: The field.
-        reason: Why, in the words that follow the value: `"has no meaning with a draft head"`.
+        reason: The words that follow the value in the message, such as `"has no meaning with a draft head"`.
         instead: A value that is accepted.
     """
     value, own = getattr(merged, name), getattr(target.generation_config, name, None)

@@ -1,7 +1,7 @@
-"""Draft trees: the nodes a round proposes, and what follows from their parents.
+"""Draft trees: the nodes that a round proposes, and what follows from their parents.
 
 A sequence's tree is two lists: `tokens` and `parents`. Node 0 is the root (the last committed token), every parent
-stands before its children, and everything else (depths, ancestors, paths) is derived from the parents on demand.
+comes before its children, and everything else (depths, ancestors, paths) is derived from the parents on demand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ import torch
 
 
 class HostTree(NamedTuple):
-    """The real nodes (no padding) of one tree as plain Python lists; `parents[0]` is -1."""
+    """The nodes of one tree, without padding, as Python lists; `parents[0]` is -1."""
 
     tokens: list[int]
     parents: list[int]
 
     @property
     def depth(self) -> int:
-        """Drafted tokens of the longest path; 0 for the root alone."""
+        """The number of drafted tokens of the longest path; 0 for the root alone."""
         depths = [0] * len(self.parents)
         for node in range(1, len(self.parents)):
             depths[node] = depths[self.parents[node]] + 1
@@ -31,13 +31,13 @@ class HostTree(NamedTuple):
 class DraftTree:
     """A batch of B draft trees with N nodes each.
 
-    Trees with fewer real nodes are padded at the end: a padding node is a child of the root carrying the pad token. It
-    sees the root and itself, so that it attends to something, nobody sees it, and its scores are -inf.
+    Smaller trees are padded at the end. A padding node is a child of the root with the pad token. It attends to the
+    root and itself, no other node attends to it, and its scores are -inf.
 
     Args:
         tokens: (B, N) int64, token of each node, in the target's vocabulary. Node 0 is the root.
         parents: (B, N) int64, index of each node's parent; -1 for the root, else smaller than the node's own.
-        num_nodes: (B,) int64, real nodes of each tree, the root included.
+        num_nodes: (B,) int64, number of nodes of each tree, the root included, without padding.
         scores: (B, N) float32, cumulative rank score, 0 for the root (EAGLE-2, arXiv 2406.16858, section 4.1: the
             value of a node).
         log_probs: (B, N) float32, cumulative log-probability that the draft itself gives to the path, 0 for the root.
@@ -51,9 +51,9 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: torch.Tensor) -> "DraftTree":
-        """The tree without branches: each of the `tokens` (B, N), the root first, is the child of the one before.
+        """Return trees without branches: each of the `tokens` (B, N), the root first, is the child of the one before.
 
-        Scores and log-probabilities are 0: a chain ranks nothing.
+        Scores and log-probabilities are 0.
         """
         batch, length = tokens.shape
         parents = torch.arange(-1, length - 1, device=tokens.device).expand(batch, length)
@@ -63,7 +63,7 @@ class DraftTree:
 
     @classmethod
     def root_only(cls, tokens: torch.Tensor) -> "DraftTree":
-        """The tree that drafts nothing: `tokens` (`(B, 1)`) are the roots. Verifying it is one plain decoding step."""
+        """Return trees of the roots (B, 1) alone. Verifying them is one step of plain decoding."""
         if tokens.shape[1] != 1:
             raise ValueError(
                 f"a tree of the root alone takes tokens of shape (B, 1), got {tuple(tokens.shape)}; use "
@@ -73,14 +73,14 @@ class DraftTree:
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        """`(B, N, N)` bool: `[b, i, j]` is true iff node j is node i or one of its ancestors."""
+        """(B, N, N) bool: `[b, i, j]` says whether node j is node i or one of its ancestors."""
         batch, size = self.tokens.shape
         device = self.tokens.device
         # All trees in one flat table of nodes, so that following the parents is one copy.
         first = torch.arange(0, batch * size, size, device=device)[:, None]
         jump = (self.parents.clamp(min=0) + first).view(-1)
         seen = torch.eye(size, dtype=torch.bool, device=device).repeat(batch, 1)
-        # Pointer doubling: after k rounds a node knows its nearest 2^k ancestors. The root is its own parent here.
+        # Pointer doubling: after k iterations a node has its nearest 2^k ancestors. The root is its own parent here.
         for _ in range((size - 1).bit_length()):
             seen = seen | seen.index_select(0, jump)
             jump = jump.index_select(0, jump)
@@ -88,16 +88,16 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> torch.Tensor:
-        """`(B, N)` int64: edges between the root and each node (root 0, padding 1)."""
+        """(B, N) int64: number of edges between the root and each node (root 0, padding 1)."""
         return self.ancestors.sum(-1) - 1
 
     @cached_property
     def max_depth(self) -> int:
-        """Longest drafted path of the batch, in tokens; 0 when only roots are there. Waits for the device."""
+        """Length of the batch's longest drafted path, in tokens; 0 if there are only roots. Waits for the device."""
         return max(tree.depth for tree in self.host())
 
     def host(self) -> list[HostTree]:
-        """Each tree's real nodes as Python lists. One transfer for the whole tree, at the first call only."""
+        """Return each tree as Python lists. The first call makes one transfer for the whole batch."""
         return self._host
 
     @cached_property
@@ -107,7 +107,7 @@ class DraftTree:
         return [HostTree(line[1 : 1 + line[0]], line[1 + size : 1 + size + line[0]]) for line in table]
 
     def trimmed(self) -> "DraftTree":
-        """The same trees without the nodes that are padding in all of them. Waits for the device."""
+        """Return the trees without the nodes that are padding in all of them. Waits for the device."""
         size = max(len(tree.tokens) for tree in self.host())
         if size == self.tokens.shape[1]:
             return self
@@ -116,7 +116,11 @@ class DraftTree:
         return DraftTree(tokens, parents, self.num_nodes, scores, log_probs)
 
     def with_chains(self, chains: Mapping[int, Sequence[int]]) -> "DraftTree":
-        """The same trees, but some replaced by chains of known tokens, roots first. Waits for the device."""
+        """Return the trees, some of them replaced by chains of known tokens. Waits for the device.
+
+        Args:
+            chains: Index of a sequence -> the tokens of its chain, the root first.
+        """
         if not chains:
             return self
         trees = [
@@ -143,7 +147,7 @@ class DraftTree:
         )
 
     def path(self, index: int, node: int) -> list[int]:
-        """Nodes from the root to `node`, both included, in the tree of the sequence at `index`."""
+        """Return the nodes from the root to `node`, both included, in the tree of the sequence at `index`."""
         parents = self.host()[index].parents
         if not 0 <= node < len(parents):
             raise IndexError(f"node {node} is not one of the {len(parents)} nodes of tree {index}")
@@ -166,8 +170,8 @@ def select(
     """Keep the best candidates of each sequence as a tree (reranking, EAGLE-2, arXiv 2406.16858, section 4.2).
 
     Candidates are ranked by score with a stable sort, so that of equals the earlier one wins; NaN counts as -inf, and
-    -inf is never kept. Kept nodes stand in pool order behind the root. A kept node's parent is always kept, provided
-    that parents stand before their children and no score exceeds its parent's. The host never waits for the device.
+    -inf is never kept. Kept nodes are in pool order behind the root. A kept node's parent is always kept, provided
+    that parents come before their children and no score exceeds its parent's. The host never waits for the device.
 
     Args:
         pool_tokens: (B, M) candidates of each sequence, shallow ones first.
@@ -175,8 +179,8 @@ def select(
         pool_scores: (B, M) cumulative rank scores.
         pool_log_probs: (B, M) cumulative log-probabilities of the draft.
         root_tokens: (B,) or (B, 1) last committed token of each sequence.
-        num_nodes: Drafted nodes to keep of each tree, the root not counted.
-        pad_token_id: Token of padding nodes, where there are fewer candidates.
+        num_nodes: Number of drafted nodes to keep of each tree, without the root.
+        pad_token_id: Token of the padding nodes, if there are fewer candidates.
 
     Returns:
         Trees of `num_nodes + 1` nodes.

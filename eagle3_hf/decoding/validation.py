@@ -1,6 +1,6 @@
-"""What a `generate` call with a draft head is checked for before any forward pass.
+"""The checks of a `generate` call with a draft head, made before any forward pass.
 
-What cannot be honoured is rejected with an error that names the argument or the mismatch, and the way out.
+An argument that cannot be honoured is rejected with an error that names it and says what to do instead.
 """
 
 from typing import Any
@@ -20,15 +20,18 @@ from .setting_origins import origin, rejection
 
 logger = get_logger(__name__)
 
-_DEFAULT_NUM_ASSISTANT_TOKENS = 20  # transformers fills it in; it cannot be told from a value that the user set
+_DEFAULT_NUM_ASSISTANT_TOKENS = (
+    20  # filled in by transformers, so that it cannot be told from a value that the user set
+)
 
-# Generation-config fields that steer other ways of decoding: refused unless at the value transformers fills in.
+# Generation-config fields of other decoding methods, which are rejected unless they have the value filled in by
+# transformers.
 _MEANINGLESS: dict[str, Any] = {
     "assistant_ensemble_weight": None,
     "assistant_early_exit": None,
     "prompt_lookup_num_tokens": None,
     "max_matching_ngram_size": None,
-    "dola_layers": None,  # another mode, which transformers drops beside an assistant
+    "dola_layers": None,  # another decoding method, which transformers ignores if there is an assistant
     "use_mtp": None,
     "speculation_type": None,
     "assistant_confidence_threshold": 0.4,
@@ -39,15 +42,22 @@ _MEANINGLESS: dict[str, Any] = {
 
 _NEWEST_TESTED = (5, 24)
 
-# Tokenizers, in the state in which they were compared with a head.
+# tokenizer -> the state in which it was last compared with a head
 _checked: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
 
 def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
-    """Reject, before any forward pass, what this call cannot mean with a draft head.
+    """Check a call before any forward pass.
+
+    Args:
+        target: The model whose `generate` was called.
+        draft: The assistant.
+        mode: transformers' `GenerationMode` of the call.
+        config: The call's merged generation config.
+        mode_kwargs: Arguments of `generate` that only some decoding methods take.
 
     Raises:
-        ValueError: names the argument or the mismatch, and the way out.
+        ValueError: an argument cannot be honoured, or the head does not fit the target.
     """
     _warn_if_untested(transformers.__version__)
     draft._require_vocabulary("generate")
@@ -61,11 +71,11 @@ def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, 
 
 
 def _warn_if_untested(installed: str) -> None:
-    """Once: a transformers newer than any that the tests have run with."""
+    """Warn once if transformers is newer than the versions that the tests run with."""
     if tuple(int(part) for part in installed.split(".")[:2]) > _NEWEST_TESTED:
         logger.warning_once(
             f"transformers {installed} is newer than the newest that this version of eagle3_hf was tested with "
-            f"({'.'.join(map(str, _NEWEST_TESTED))}); if a text differs from the plain call's, please report it"
+            f"({'.'.join(map(str, _NEWEST_TESTED))}). If the output differs from ordinary decoding, please report it."
         )
 
 
@@ -79,9 +89,10 @@ def _check_device(draft: Eagle3DraftModel) -> None:
 
 
 def _check_tokenizer(draft: Eagle3DraftModel, tokenizer: Any) -> None:
-    """Against the head's record, once for each tokenizer as it is: hashing a large vocabulary takes a while.
+    """Compare a tokenizer with the hashes recorded in the head's config, once for each state of the tokenizer.
 
-    Only a warning, since stop strings are all that it serves here, and a user may have added a pad token.
+    Hashing a large vocabulary takes a while. A mismatch is only a warning, since the tokenizer only serves stop
+    strings here, and the user may have added a pad token.
     """
     config = draft.config
     recorded = config.target_vocab_hash, config.target_chat_template_hash
@@ -94,7 +105,7 @@ def _check_tokenizer(draft: Eagle3DraftModel, tokenizer: Any) -> None:
     try:
         check_tokenizer(config, tokenizer)
     except ValueError as error:
-        logger.warning(f"{error}. The text is the target's all the same; the head may guess less of it.")
+        logger.warning(f"{error}. Output is unaffected, but fewer drafts may be accepted.")
 
 
 def _check_mode(target, mode, config: GenerationConfig) -> None:
@@ -118,7 +129,7 @@ def _check_options(target, config: GenerationConfig, mode_kwargs: dict[str, Any]
     if mode_kwargs.get("assistant_tokenizer") is not None:
         raise ValueError(
             "assistant_tokenizer has no meaning with a draft head, which drafts in the target's own tokens: leave it "
-            "out (a pipeline that asks for it is content after draft.bind(model))"
+            "out (a pipeline that demands it no longer does so after draft.bind(model))"
         )
     if config.cache_implementation == "quantized":
         reason = "with a draft head is not supported, since quantized entries cannot be rolled back"
@@ -135,6 +146,6 @@ def _check_number(target, draft: Eagle3DraftModel, config: GenerationConfig) -> 
 
 
 def call_settings(target, draft: Eagle3DraftModel, config: GenerationConfig) -> TreeSettings:
-    """The tree of a call: the head's own, with the call's number of nodes where one is given."""
+    """Return the tree settings of a call: the head's own, with the call's `num_assistant_tokens` if it sets one."""
     number = config.num_assistant_tokens
     return tree_settings(draft, target, None if number in (None, _DEFAULT_NUM_ASSISTANT_TOKENS) else number)

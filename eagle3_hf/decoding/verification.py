@@ -1,7 +1,7 @@
-"""Verification as a walk: at each node the target makes its own choice; the tree only says how far it was foreseen.
+"""Verification as a walk through the draft tree, along the target's own choices.
 
-Nothing here knows the draft. The tokens are the target's choices, so they are what the target alone would have made
-(greedy or sampled, see `coupling.py`) whatever the tree holds.
+The tree only determines how far the walk gets. The tokens are the target's choices, greedy or sampled (see
+`coupling.py`), so they are those of ordinary decoding, whatever was drafted.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,20 +10,20 @@ from .tree import HostTree
 
 
 class Walk:
-    """Follows the target's own choices through each sequence's tree, all sequences a level at a time.
+    """Follows the target's own choices through each sequence's tree, level by level for all sequences.
 
     A walk starts at the root (node 0). At each node the target chooses the next token; if a child of the node carries
-    it, the walk goes on there, else that token is the bonus token and the walk ends. It also ends where the caller
-    says that the sequence has no more to emit.
+    it, the walk goes on there, else that token is the bonus token and the walk ends. It also ends when the caller says
+    that the sequence must not emit more.
 
     Args:
-        trees: Real nodes of each sequence's tree.
-        together: Sequences that stay at the same step: the first of them that ends, ends all of them.
+        trees: Each sequence's tree, without padding.
+        together: Sequences that stay at the same step: when the walk of one ends, the walks of all of them end.
 
     Attributes:
-        paths: Nodes visited in each tree, one for each token chosen there.
-        accepted: Right drafts of each sequence; one more than was used where a text ends at a draft, or where another
-            sequence ended the walk there.
+        paths: The visited nodes of each tree. One token was chosen at each of them.
+        accepted: The number of correct drafts of each sequence. If a text ends at a draft, or another sequence
+            ends the walk there, the last correct draft is counted but not visited.
     """
 
     def __init__(self, trees: Sequence[HostTree], together: Iterable[int] = ()):
@@ -37,7 +37,7 @@ class Walk:
                 children.setdefault((parents[child], tokens[child]), child)
 
     def take_all(self, index: int) -> None:
-        """Accept a chain of known tokens without asking: all of it is right."""
+        """Visit all nodes of a chain of known tokens, without a choice at each."""
         self.paths[index] = list(range(self._sizes[index]))
 
     def run(
@@ -49,11 +49,11 @@ class Walk:
         """Walk the trees of some sequences, from their roots.
 
         Args:
-            indices: These sequences.
-            choose: Maps each walking sequence's node to the token that the target puts behind it. It is called once a
-                level, in order; `paths` already hold the nodes. A sequence that it leaves out chooses nothing yet: its
-                walk ends before the node.
-            goes_on: Whether a sequence may emit another token.
+            indices: The sequences.
+            choose: Maps each walking sequence's node to the token that the target chooses there. It is called once for
+                each level, in order, when `paths` already hold the nodes. If it leaves out a sequence, the walk of
+                this sequence ends before the node.
+            goes_on: Returns whether a sequence may emit another token.
         """
         nodes = dict.fromkeys(indices, 0)
         while nodes:

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from eagle3_hf.decoding import loop
+from eagle3_hf.decoding.output.emitter import TokenEmitter
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from support.callbacks import AfterCalls, raising, surroundings
 from support.drafts import (
@@ -668,12 +669,14 @@ def test_an_interrupted_forward_leaves_no_trace(family, mode):
     assert_same_as_plain(target, draft, inputs, **mode)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("eos", [None, [3, None, 10]], ids=str)
-def test_choices_of_all_nodes_at_once(family, eos, monkeypatch):
-    """What an accelerator does for plain greedy decoding, made to run here."""
+@pytest.mark.parametrize("hidden", [False, True], ids=["ids", "hidden states"])
+def test_choices_of_all_nodes_at_once(family, eos, hidden, monkeypatch):
+    """What an accelerator does for plain greedy decoding, made to run here; hidden states are asked of pad tokens."""
     (target, draft), inputs = pair(family), padded(LENGTHS)
-    monkeypatch.setattr(loop.SpeculativeDecoding, "_chooses_at_once", lambda self, device: self.tokens.is_plain_greedy)
-    nothing = dict.fromkeys(("output_scores", "output_logits", "output_hidden_states"), False)
+    monkeypatch.setattr(TokenEmitter, "_chooses_at_once", lambda tokens, device: tokens.is_plain_greedy)
+    asked = {"output_scores": False, "output_logits": False, "output_hidden_states": hidden}
     ends = {} if eos is None else {"eos_token_id": ends_of(family, inputs, eos)}
-    assert_same_as_plain(target, draft, inputs, **nothing, **ends)
+    assert_same_as_plain(target, draft, inputs, **asked, **ends)

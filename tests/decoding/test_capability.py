@@ -308,7 +308,7 @@ def test_what_cannot_be_restored_is_refused():
     cache = DynamicCache(config=tiny("llama").config)
     require_restorable(cache)
     cache.layers[2] = StaticCache(config=tiny("llama").config, max_cache_len=64).layers[2]
-    with pytest.raises(ValueError, match="layer 2 is a StaticLayer, which cannot be put back as it was"):
+    with pytest.raises(ValueError, match="layer 2 is a StaticLayer, which cannot be restored"):
         require_restorable(cache)
 
 

@@ -204,7 +204,7 @@ def test_a_static_cache_that_is_too_small_says_how_long_it_must_be(rows):
     target, inputs = target_of("gemma3"), padded([LENGTH, LENGTH - 3, LENGTH - 5][:rows])
     streamer = Recorder()
     with pytest.raises(
-        IndexError, match=rf"has 13 slots.* max_cache_len of at least {LENGTH + NEW - 1}, or a smaller"
+        IndexError, match=rf"longer than the 13 slots.* max_cache_len of at least {LENGTH + NEW - 1}, or a smaller"
     ):
         target.generate(
             **inputs, **{CACHE_KEY: static(target, 13)}, assistant_model=head_of("gemma3").foretell([]),

@@ -1,6 +1,8 @@
 """What `generate` returns: values, shapes, counters and a cache to go on from, all as vanilla's."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from support.drafts import (
     assert_same_cache,
     cache_of,
     observe,
+    padded,
     pair,
     target_of,
 )
@@ -174,3 +177,23 @@ def test_a_cache_without_a_config_has_full_layers():
     """`DynamicCache()` grows plain layers even for windowed models; the masks must hold the window alone."""
     target, draft = pair("mistral_sw")
     assert_same_as_plain(target, draft, prompt(20), make=lambda: {CACHE_KEY: DynamicCache()})
+
+
+@MODES
+@pytest.mark.parametrize("lengths", [[7], [5, 9]], ids=str)
+def test_nothing_of_a_call_outlives_it(lengths, mode):
+    """The caches are freed when the call returns, and do not wait for the garbage collector."""
+    target, draft = pair("llama")
+    caches = []
+    hook = target.model.register_forward_pre_hook(
+        lambda module, args, kwargs: caches.append(weakref.ref(kwargs[CACHE_KEY])), with_kwargs=True
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        target.generate(**padded(lengths), max_new_tokens=6, assistant_model=draft.foretell([]), **mode)
+        assert len(caches) > 1
+        assert {cache() for cache in caches} == {None}
+    finally:
+        gc.enable()
+        hook.remove()

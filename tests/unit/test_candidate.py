@@ -22,8 +22,8 @@ class Watching(Eagle3Candidate):
         super().__init__(*args, **kwargs)
         self.rounds = []
 
-    def draft_tree(self, *args):
-        tree = super().draft_tree(*args)
+    def draft_tree(self, *args, **kwargs):
+        tree = super().draft_tree(*args, **kwargs)
         self.rounds.append((self._cache.length, self._last[0, 0], tree.host()[0].tokens))
         return tree
 
@@ -119,7 +119,7 @@ def test_a_head_that_reads_the_last_block_needs_our_own_loop(stock):
     """The stock loop shows the last hidden state after the final norm only, which is not what the head reads."""
     target = target_of("llama")
     draft = new_draft(target, target_layer_ids=[1, 2, 4])
-    with pytest.raises(ValueError, match="index 4.*final norm.*assistant_model="):
+    with pytest.raises(ValueError, match=r"hidden_states\[4\].*final norm.*assistant_model="):
         stock(target, draft.foretell([]), prompt(5))
     vanilla = target.generate(prompt(5), max_new_tokens=8)
     ours = target.generate(prompt(5), max_new_tokens=8, assistant_model=set_tree(draft, "cpu").foretell([]))

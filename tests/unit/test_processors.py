@@ -13,7 +13,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from eagle3_hf.decoding import loop
+from eagle3_hf.decoding.output.emitter import TokenEmitter
 from support.drafts import FOUR, MODES, NEW_TOKENS, SAMPLED, assert_same_as_plain, new_draft, pair, set_tree, target_of
 from support.families import FAMILIES, VOCAB_SIZE, prompt
 
@@ -169,10 +169,10 @@ def test_choices_of_all_nodes_at_once(family, monkeypatch):
     asked = []
 
     def at_once(self, device):
-        asked.append(self.tokens.is_plain_greedy)
-        return self.tokens.is_plain_greedy
+        asked.append(self.is_plain_greedy)
+        return self.is_plain_greedy
 
-    monkeypatch.setattr(loop.SpeculativeDecoding, "_chooses_at_once", at_once)
+    monkeypatch.setattr(TokenEmitter, "_chooses_at_once", at_once)
     vanilla = target.generate(prompt(7), max_new_tokens=NEW_TOKENS)
     draft.foretell(vanilla[0, 7:])
     assert torch.equal(target.generate(prompt(7), max_new_tokens=NEW_TOKENS, assistant_model=draft), vanilla)

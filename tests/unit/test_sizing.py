@@ -293,14 +293,15 @@ def test_auto_is_saved_with_the_head(tmp_path):
 
 @MODES
 @pytest.mark.parametrize("lengths", [[7], [5, 14, 9]], ids=str)
-def test_features_do_not_pile_up_in_a_pause(lengths, mode, monkeypatch):
+@pytest.mark.parametrize("pause", [30, 26], ids=["features wait", "none waits"])
+def test_features_do_not_pile_up_in_a_pause(lengths, pause, mode, monkeypatch):
     """The draft is fed now and then, so that few tokens wait; drafting then goes on as if nothing had happened."""
     monkeypatch.setattr(candidate, "_MOST_PENDING", 8)
     waiting: list[int] = []
     rounds = iter(range(10**6))
 
-    def pause_for_thirty_rounds(self, context):
-        return None if 2 <= next(rounds) % 40 < 32 else TreeSettings(11, 3, 4)
+    def pause_after_two_rounds(self, context):
+        return None if 2 <= next(rounds) % 40 < 2 + pause else TreeSettings(11, 3, 4)
 
     def count(self, *args, **kwargs):
         waiting.append(sum(part.tokens.shape[1] for part in self._candidate._pending))
@@ -308,7 +309,7 @@ def test_features_do_not_pile_up_in_a_pause(lengths, mode, monkeypatch):
 
     original = loop.SpeculativeDecoding._propose
     monkeypatch.setattr(loop.SpeculativeDecoding, "_propose", count)
-    monkeypatch.setattr(TreeSizer, "choose", pause_for_thirty_rounds)
+    monkeypatch.setattr(TreeSizer, "choose", pause_after_two_rounds)
     target, draft = auto(target_of("llama"))
     ours, _ = assert_same_as_plain(target, draft, padded(lengths), max_new_tokens=60, **mode)
     assert len(waiting) > 30

@@ -1,1 +1,1 @@
-"""The draft's side of a call: from committed tokens and features to a tree."""
+"""The draft's side of a call: from features of committed tokens to a tree."""

@@ -1,4 +1,4 @@
-"""`Eagle3Candidate`: target features in, draft tree out; the draft's cache is kept between rounds."""
+"""`Eagle3Candidate`: drafts trees from the target's features, and keeps the draft's cache between rounds."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,27 +19,32 @@ from .inputs import DraftInputs
 
 logger = get_logger(__name__)
 
+# A warning follows if the first rounds of a head accept fewer drafts per round than this.
 _TRIAL_ROUNDS = 64
 _TRIAL_ACCEPTED = 0.1
-# Inputs of so many rounds wait while nothing is drafted: features of an 8B model take 24 kB a token.
+# The number of rounds whose inputs are kept while nothing is drafted: features of an 8B model take 24 kB per token.
 _MOST_PENDING = 256
 
 
 class Eagle3Candidate(CandidateGenerator):
     """Drafts for one `generate` call.
 
-    Our own loop calls `draft_tree`; `get_candidates` keeps the contract of transformers' candidate generators (the
-    best chain, batch 1) for the stock loop. Both use the same cache and the same growth.
+    Our own loop calls `draft_tree`. `get_candidates` implements the candidate generators of transformers (the best
+    chain, batch 1) for transformers' own loop. Both use the same cache and grow the same trees.
 
     Args:
-        target: The target, from which missing parts of the draft are borrowed for this object's life.
-        draft: The head; its dtype, device and mode stay as they are.
-        settings: Tree size; what `tree_settings` finds when `None`.
-        noise: The noise that sampling will use; `None` for greedy decoding.
-        warpers: The call's prefix-free warpers, for the draft's probabilities when sampling.
-        start_position: Position of the first feature that will be fed (> 0 when an older cache is continued).
-        pad_token_id: For padding nodes.
+        target: The target, from which the draft borrows missing parts as long as this object exists.
+        draft: The head. Its dtype, device and mode are not changed.
+        settings: Size of the trees; `None` for what `tree_settings` returns.
+        noise: The noise of the sampling steps; `None` for greedy decoding.
+        warpers: The call's warpers that depend on a token's scores alone, applied to the draft's logits in sampling.
+        start_position: Position of the first feature that will be fed, which is greater than 0 if an earlier cache is
+            continued.
+        pad_token_id: Token of padding nodes.
         coupled: See [`CoupledRanking`].
+
+    Attributes:
+        num_fed: Number of positions that were fed most recently, in one forward.
     """
 
     requires_model_outputs = True
@@ -74,12 +79,14 @@ class Eagle3Candidate(CandidateGenerator):
         self._grower = TreeGrower(draft, self._borrowed, self._ranking, pad_token_id)
 
     def feed_later(self, inputs: DraftInputs) -> None:
-        """Keep newly committed positions until the next tree is drafted, or until they are many."""
+        """Keep the inputs of a round until the next tree is drafted, or until many rounds are kept."""
         self._pending.append(inputs)
         if len(self._pending) > _MOST_PENDING:
             self._feed_pending()
 
     def _feed_pending(self) -> None:
+        if not self._pending:  # many were kept, and were fed at the end of the round before
+            return
         inputs = DraftInputs.joined(self._pending)
         self._pending.clear()
         self.extend(inputs)
@@ -89,7 +96,7 @@ class Eagle3Candidate(CandidateGenerator):
         """Feed newly committed positions."""
         device = self._device
         tokens = inputs.tokens.to(device)
-        # A position that overflowed must not spoil all that attend to it: one bad guess, not the rest of the call.
+        # A position that overflows must not make all later ones NaN: it costs one draft, not all that follow.
         hidden = self.draft.fuse(inputs.features.to(device)).nan_to_num()
         visible = valid = None
         if inputs.positions is None or inputs.valid is None:
@@ -112,16 +119,16 @@ class Eagle3Candidate(CandidateGenerator):
         self._watch_length()
 
     def _embed(self, tokens: torch.Tensor, embeds: torch.Tensor | None, embedded: torch.Tensor | None) -> torch.Tensor:
-        """(B, n, H): the tokens' embeddings, or what stands in their place."""
+        """Return (B, n, H): the embeddings of the tokens, or of an image in the place of some of them."""
         if embeds is None or embedded is None or embeds.shape[-1] != self.draft.config.hidden_size:
             return self._borrowed.embed(tokens)
         embedded = embedded.to(tokens.device)
-        # Such an id may lie outside the vocabulary.
+        # The id of a placeholder may be outside the vocabulary.
         own = self._borrowed.embed(tokens.masked_fill(embedded, 0))
         return torch.where(embedded[..., None], embeds.to(own.device, own.dtype), own)
 
     def _visible(self, valid: torch.Tensor) -> torch.Tensor:
-        """(B, 1, n, past + n): a new position sees those that exist before it, and itself so as to see something."""
+        """Return the mask (B, 1, n, past + n): a position attends to existing ones before it, and always to itself."""
         batch, count = valid.shape
         past = self._cache.valid
         if past is None:
@@ -131,7 +138,7 @@ class Eagle3Candidate(CandidateGenerator):
         return torch.cat([past[:, None].expand(-1, count, -1), among], dim=-1)[:, None]
 
     def _take_last(self, output: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> None:
-        """Each sequence's last existing position; where there is no new one, what was the last before."""
+        """Keep the output at each sequence's last valid position. A sequence without one keeps its earlier output."""
         count = valid.shape[1]
         index = (valid * torch.arange(1, count + 1, device=valid.device)).amax(1, keepdim=True)
         at = (index - 1).clamp(min=0)
@@ -143,38 +150,33 @@ class Eagle3Candidate(CandidateGenerator):
         self._last, self._next = last, following
 
     def watch(self, accepted: int) -> None:
-        """Warn once about a head whose first rounds accept next to nothing: it runs, but something is wrong."""
+        """Count the accepted drafts of a round, and warn once if the first rounds of a head accept almost none."""
         rounds, total = self.draft._trial[0] + 1, self.draft._trial[1] + accepted
         self.draft._trial = (rounds, total)
         if rounds == _TRIAL_ROUNDS and total < _TRIAL_ACCEPTED * rounds:
             logger.warning(
-                f"The draft head had {total} drafts accepted in its first {rounds} rounds. The text is still the "
-                f"target's, but not sooner. Likely causes: wrong target_layer_ids (now "
-                f"{self.draft.config.target_layer_ids}), "
-                f"wrong rope_parameters (now {self.draft.config.rope_parameters}), or a head for another target."
+                f"The draft head had {total} drafts accepted in its first {rounds} rounds. Output is unaffected, but "
+                "there is no speed-up. Likely causes: wrong target_layer_ids (now "
+                f"{self.draft.config.target_layer_ids}), wrong rope_parameters (now "
+                f"{self.draft.config.rope_parameters}), or a head for another target."
             )
 
     def _watch_length(self) -> None:
-        """Warn once about a head that is used at positions it has not been trained at."""
+        """Warn once if the text is longer than the sequences that the head was trained on."""
         trained = self.draft.config.max_position_embeddings
-        # Holes of shorter sequences count in the first number, which only saves a wait for the device.
-        if (
-            self.draft._warned_of_length
-            or self._start + self._cache.length <= trained
-            or int(self._furthest()) <= trained
-        ):
+        # The length of the cache is an upper bound. It is compared first, since `_next` may have to be waited for.
+        if self.draft._warned_of_length or self._start + self._cache.length <= trained:
+            return
+        if int(torch.as_tensor(self._next).max()) <= trained:
             return
         self.draft._warned_of_length = True
         logger.warning(
-            f"The draft head was made for {trained} positions (max_position_embeddings), and the text goes beyond. "
-            "It is still the target's text; the head may guess less of it from here on."
+            f"The text is longer than the {trained} positions that the draft head was made for "
+            "(max_position_embeddings). Output is unaffected, but fewer drafts may be accepted from here on."
         )
 
-    def _furthest(self) -> int | torch.Tensor:
-        return self._next.max() if isinstance(self._next, torch.Tensor) else self._next
-
     def rewind(self, index: int, position: int) -> None:
-        """One sequence takes back what it had from this position on; it must be fed before it drafts again."""
+        """Remove the positions of one sequence from `position` on. It must be fed before it drafts again."""
         self._cache.forget(index, position)
         for inputs in self._pending:
             inputs.rewind(index, position)
@@ -188,14 +190,14 @@ class Eagle3Candidate(CandidateGenerator):
         roots: torch.Tensor | None = None,
         leads: list[int] | None = None,
     ) -> DraftTree:
-        """Feed newly committed positions, also those of `feed_later`, and grow the tree below the last token.
+        """Feed the inputs given to `feed_later`, and grow the trees below the last tokens.
 
         Args:
-            inputs: More positions, behind those that wait.
-            max_depth: Deepest level that could still be used; 0 gives the root alone.
-            settings: The tree's size, where it is not this object's own.
-            roots: (B, 1) the last token of each sequence where these differ in length; else the last one fed.
-            leads: How many sampling steps each sequence is ahead of the generator; `None`: none.
+            inputs: Further inputs, which follow them.
+            max_depth: The deepest level that can still be used; 0 gives the root alone.
+            settings: Size of the trees; `None` for `self.settings`.
+            roots: (B, 1) the last token of each sequence; `None` for the last one of the inputs.
+            leads: The number of sampling steps by which each sequence is ahead of the generator; `None` for 0.
         """
         if inputs is not None:
             self._pending.append(inputs)
@@ -214,31 +216,27 @@ class Eagle3Candidate(CandidateGenerator):
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.Tensor, model_outputs=None, is_first_iteration=None, n_last_matches=None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The best drafted chain behind `input_ids` (1, T), for transformers' own loop.
+        """Return `input_ids` (1, T) followed by the best drafted chain, for transformers' own loop.
 
-        The first call returns `input_ids` unchanged, so that the target prefills and gives features.
+        The first call returns `input_ids` unchanged, since features only exist after the target's prefill.
         """
         if is_first_iteration or model_outputs is None:
             return input_ids, None
         features = self._stock_features(model_outputs.hidden_states)
         new = features.shape[1] if self._last is None else int(n_last_matches) + 1
         inputs = DraftInputs(features[:, :new], input_ids[:, -new:])
-        tree = self._chain().draft_tree(inputs)
+        depth, is_chain = self.settings.depth, self.settings.top_k == 1
+        tree = self.draft_tree(inputs, settings=self.settings if is_chain else TreeSettings(depth, depth, 1))
         return torch.cat([input_ids, tree.tokens[:, 1:].to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """The tree's size is fixed for a call."""
-
-    def _chain(self) -> "Eagle3Candidate":
-        if self.settings.top_k > 1:
-            self.settings = TreeSettings(self.settings.depth, self.settings.depth, 1)
-        return self
+        """Do nothing: the size of the trees is fixed in a call."""
 
     def _stock_features(self, hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
         ids = self.draft.config.captured_layer_ids
         if ids[-1] == len(hidden_states) - 1:
             raise ValueError(
-                f"hidden_states index {ids[-1]} is the last one, which transformers' own loop only gives after the "
-                "final norm: pass the draft as assistant_model= instead"
+                f"the head reads hidden_states[{ids[-1]}], the last one, which transformers' own loop only provides "
+                "after the final norm: pass the draft as assistant_model= instead"
             )
         return torch.cat([hidden_states[i].to(hidden_states[ids[-1]].device) for i in ids], dim=-1)

@@ -1,8 +1,8 @@
-"""Growing a dynamic draft tree: expand the most promising nodes level by level, then keep the best of all.
+"""Growing a dynamic draft tree: expand the best nodes level by level, then keep the best of all candidates.
 
-The paper's drafting (EAGLE-2, arXiv 2406.16858, section 4; unchanged in EAGLE-3): a node's score is the sum of its
-path's increments, each level expands the best `top_k` nodes of the level before, and the tree is the best nodes of the
-whole pool. Scores are float32 and every increment is at most 0, so a kept node's parent is always kept.
+This is the drafting of EAGLE-2 (arXiv 2406.16858, section 4), which EAGLE-3 has not changed. A node's score is the sum
+of the increments on its path, each level expands the best `top_k` nodes of the level before, and the tree is the best
+nodes of the whole pool. Scores are float32 and every increment is at most 0, so a kept node's parent is always kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from ..coupling import Noise
 from ..tree import DraftTree, select
 
 
-# From the draft's logits (B, R, D) of one level, and the level (0 = the children of the root), to the increments that
-# rank the children and the draft's own log-probabilities, both (B, R, D) float32 and at most 0.
+# Takes the draft's logits (B, R, D) of one level, and the level (0 for the children of the root). Returns the
+# increments that rank the children and the draft's own log-probabilities, both (B, R, D) float32 and at most 0.
 Ranking = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -30,16 +30,19 @@ def greedy_ranking(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torc
 
 
 class CoupledRanking:
-    """Rank by what the coming noise makes of the draft's probabilities.
+    """Rank by the draft's probabilities together with the coming noise (coupled sampling).
 
-    The target will choose `argmax(p / e)` with a known `e` (see `noise.py`); the best guess of it is `argmax(q / e)`.
-    An increment is the log-softmax of `log q - log e`, hence at most 0.
+    The target will choose `argmax(p / e)` with a known `e` (see `coupling.py`). The best guess of this is
+    `argmax(q / e)`. An increment is the log-softmax of `log q - log e`, hence at most 0.
 
     Args:
-        noise: The run's noise.
+        noise: The noise of the call.
         draft_ids: (D,) target ids of the draft vocabulary.
-        warpers: The call's own temperature and cutoffs, applied to the draft's logits as to the target's.
-        coupled: `False` ranks by the warped `q` alone, to measure what knowing the noise is worth.
+        warpers: The call's temperature and cutoffs, which are applied to the draft's logits as to the target's.
+        coupled: `False` ranks by the warped `q` alone, to measure what coupled sampling gains.
+
+    Attributes:
+        offsets: The number of steps by which each sequence is ahead of the generator; `None` for 0.
     """
 
     def __init__(self, noise: Noise, draft_ids: torch.Tensor, warpers: Sequence[Callable], coupled: bool = True):
@@ -47,13 +50,13 @@ class CoupledRanking:
         self._draft_ids = draft_ids
         self._warpers = warpers
         self._use_noise = coupled
-        self.offsets: list[int] | None = None  # steps that each sequence is ahead of the generator; None: all 0
-        # Ids that a processor has cut off the end of the scores: nothing will choose them.
+        self.offsets: list[int] | None = None
+        # The number of ids that a processor has cut off the end of the scores, so that they cannot be chosen.
         self._missing = max(0, int(draft_ids.max()) + 1 - noise.vocab_size)
 
     def __call__(self, logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
         scores = logits.float().flatten(0, -2)
-        # Some warpers raise on NaN, which is the text's business and not the draft's: such a node is only pruned.
+        # Some warpers raise an error on NaN. In the draft's logits, NaN must only prune the node.
         broken = ~scores.amax(-1, keepdim=True).isfinite()
         scores = scores.masked_fill(broken, 0.0)
         for warper in self._warpers:
@@ -68,7 +71,7 @@ class CoupledRanking:
         return (log_probs - race.log()[:, None]).log_softmax(-1), log_probs
 
     def _coming(self, level: int) -> torch.Tensor:
-        """The noise (B, V) of each sequence's own step."""
+        """Return the noise (B, V) of the step that each sequence reaches at this level."""
         if self.offsets is None or not any(self.offsets):
             return self._noise.peek(level)
         coming = self._noise.peek_at([ahead + level for ahead in self.offsets])
@@ -77,7 +80,7 @@ class CoupledRanking:
 
 @dataclass
 class _Pool:
-    """Every candidate of the growing tree, level by level: (B, M) each."""
+    """All candidates of the growing tree, level by level: (B, M) each."""
 
     tokens: list[torch.Tensor]
     parents: list[torch.Tensor]
@@ -102,11 +105,18 @@ class _Frontier:
     scores: torch.Tensor
     log_probs: torch.Tensor
     hidden: torch.Tensor
-    seen: torch.Tensor  # (B, R, n) bool: which of the tree's n entries in the draft's cache it sees, itself last
+    seen: torch.Tensor  # (B, R, n) bool: to which of the tree's n entries in the draft's cache a node attends
 
 
 class TreeGrower:
-    """Grows one tree behind the committed entries of the draft's cache, and leaves the cache as it was."""
+    """Grows a tree for each sequence. The draft's cache is used for it, and is left as it was.
+
+    Args:
+        draft: The head.
+        borrowed: What the head borrows from its target.
+        ranking: Ranks the candidates of a level.
+        pad_token_id: Token of padding nodes.
+    """
 
     def __init__(self, draft: Eagle3DraftModel, borrowed: Borrowed, ranking: Ranking, pad_token_id: int = 0):
         self.draft = draft
@@ -122,14 +132,14 @@ class TreeGrower:
         position: int | torch.Tensor,
         settings: TreeSettings,
     ) -> DraftTree:
-        """The tree below the root.
+        """Return the trees below the roots.
 
         Args:
             hidden: (B, 1, H) the draft's output, before the final norm, at its last committed position.
-            root_tokens: (B, 1) last committed token, the one that this position was fed.
-            cache: The draft's cache so far.
-            position: Of the first level, (B, 1) where sequences differ: every node of a level has the same.
-            settings: Already capped.
+            root_tokens: (B, 1) the last committed token, which was fed at this position.
+            cache: The draft's cache.
+            position: Position of all nodes of the first level, (B, 1) if sequences differ.
+            settings: The size of the trees, capped to what can be used.
         """
         children = min(settings.top_k, self.draft.config.draft_vocab_size)
         pool = _Pool([], [], [], [])
@@ -149,11 +159,17 @@ class TreeGrower:
         )
 
     def _best_children(self, hidden: torch.Tensor, level: int, children: int):
-        """Of each node (B, R, H): tokens, rank increments and draft log-probabilities (B, R, children)."""
+        """Return tokens, increments and draft log-probabilities (B, R, children) of the nodes' best children.
+
+        Args:
+            hidden: (B, R, H) the draft's outputs at the nodes, before the final norm.
+            level: Level of the children, 0 for those of the root.
+            children: Number of children of each node.
+        """
         increments, log_probs = self.ranking(self.draft.compute_logits(hidden, self.borrowed), level)
         best, ids = increments.topk(children, dim=-1)
-        # A NaN logit makes all of a node NaN: that branch is pruned, and no id comes from it. What a cutoff ruled out
-        # stays -inf, so that it is never kept.
+        # A NaN logit makes all children of a node NaN: they are pruned. Children that a cutoff excludes stay at -inf,
+        # so that they are never kept.
         best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         return self.draft.draft_to_target(ids), best, log_probs.gather(-1, ids)
 
@@ -171,7 +187,7 @@ class TreeGrower:
         )
 
     def _pass(self, frontier: _Frontier, cache: DraftCache, position: int | torch.Tensor) -> torch.Tensor:
-        """One pass of the draft over the frontier: (B, R, H) before the final norm."""
+        """Run the draft over the frontier; return its outputs (B, R, H) before the final norm."""
         past = frontier.seen.new_ones(()) if cache.valid is None else cache.valid[:, None]
         past = past.expand(*frontier.seen.shape[:2], cache.length)
         visible = torch.cat([past, frontier.seen], dim=-1)[:, None]

@@ -1,4 +1,4 @@
-"""The draft's inputs on their way to it: target features of committed positions, and the token behind each."""
+"""The inputs of the draft: the target's features at committed positions, and the token after each of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,12 @@ class DraftInputs:
 
     Attributes:
         features: (B, n, A * Ht) target features.
-        tokens: (B, n) the token *after* each of them; the last one is the root of the next tree.
-        positions: (B, n) where sequences differ in length; `None`: they follow what was fed before.
-        valid: (B, n) bool, with `positions`: which of them exist.
-        embeds: (B, n, H) what the target was given in place of some tokens, such as parts of an image, or `None`.
-        embedded: (B, n) bool, with `embeds`: in place of which tokens.
+        tokens: (B, n) the token *after* each of them. The last one is the root of the next tree.
+        positions: (B, n) if sequences differ in length; `None` if the positions follow those fed before.
+        valid: (B, n) bool, which of the `positions` exist.
+        embeds: (B, n, H) the target's input embeddings, used in place of some tokens (such as those of an image), or
+            `None`.
+        embedded: (B, n) bool, for which tokens `embeds` is used.
     """
 
     features: torch.Tensor
@@ -34,13 +35,13 @@ class DraftInputs:
 
     @classmethod
     def joined(cls, parts: Sequence["DraftInputs"]) -> "DraftInputs":
-        """The positions of all parts, one behind the other."""
+        """Return the positions of all parts, in their order."""
         if len(parts) == 1:
             return parts[0]
         like = next((part.embeds for part in parts if part.embeds is not None), None)
         if like is not None:
             parts = [part._with_embeds(like) for part in parts]
-        # Of a target that is spread over devices, prompt and nodes may come from different ones.
+        # If the target is spread over devices, features of the prompt and of nodes may be on different ones.
         device = parts[0].tokens.device
         names = [name for name, value in vars(parts[0]).items() if value is not None]
         return replace(
@@ -61,12 +62,12 @@ class DraftInputs:
         tokens: Sequence[list[int]],
         positions: Sequence[int],
     ) -> "DraftInputs":
-        """What the sequences of a batch have accepted of their trees.
+        """Return the inputs at the accepted nodes of each sequence's tree.
 
         Args:
             features: (B, N, A * Ht) at the nodes.
-            paths: Accepted nodes of each sequence; may be empty.
-            tokens: As many of each sequence: those behind the nodes.
+            paths: Accepted nodes of each sequence, which may be none.
+            tokens: The tokens after these nodes.
             positions: Position of each sequence's first node.
         """
         device = features.device
@@ -91,17 +92,17 @@ class DraftInputs:
         roots: Sequence[int],
         media: "PromptMedia | None" = None,
     ) -> "DraftInputs":
-        """The prompt's positions, without padding and without unknown tokens.
+        """Return the inputs of the prompt, without padding and without positions whose next token is unknown.
 
-        Fewer ids than features (a prompt given as embeddings) leave only the last position; fewer features than ids
-        (an older cache continued) leave the newest ones.
+        If there are fewer ids than features (a prompt given as embeddings), only the last position is left. If there
+        are fewer features than ids (an earlier cache is continued), the last positions are left.
 
         Args:
             features: (B, T, A * Ht) of the prompt.
             ids: (B, P + 1) the prompt and the first token behind it.
             mask: (B, M) the prompt's attention mask, or `None` for all ones.
             roots: Position of each sequence's first new token.
-            media: What the target put in the place of some tokens; the draft gets the same.
+            media: The prompt's images, videos and sounds, or `None`.
         """
         length = min(features.shape[1], ids.shape[1] - 1)
         if features.shape[1] > length:
@@ -110,7 +111,7 @@ class DraftInputs:
         shown = None
         if mask is not None and mask.dim() == 2:
             shown = mask[:, -length:].bool()
-            # The text goes on even from a prompt that is all padding.
+            # A prompt of padding alone is continued from its last position.
             last = torch.arange(length, device=mask.device) == length - 1
             shown = torch.where(shown.any(1, keepdim=True), shown, last)
         embeds, embedded = _media_behind(tokens, media)
@@ -124,13 +125,13 @@ class DraftInputs:
             return cls(features, tokens, None, None, embeds, embedded)._without_holes(shown)
         if shown is None:
             shown = torch.ones_like(tokens, dtype=torch.bool)
-        # A feature sits as many positions before the root as there are features from it on.
+        # The distance between a feature and the root is the number of features from this one on.
         behind = shown.flip(1).cumsum(1).flip(1)
         positions = torch.tensor(roots, device=tokens.device)[:, None] - behind
         return cls(features, tokens, positions, shown, embeds, embedded)
 
     def _without_holes(self, shown: torch.Tensor | None) -> "DraftInputs":
-        """The positions of a single sequence that its mask shows."""
+        """Return the inputs of a single sequence without masked positions."""
         if shown is None or bool(shown.all()):
             return self
         kept = shown[0]
@@ -138,7 +139,7 @@ class DraftInputs:
         return replace(self, **{name: value[:, kept.to(value.device)] for name, value in given.items()})
 
     def rewind(self, index: int, position: int) -> None:
-        """One sequence no longer has anything from this position on."""
+        """Remove the inputs of one sequence from `position` on."""
         if self.positions is not None and self.valid is not None:
             self.valid[index] &= self.positions[index] < position
 
@@ -148,8 +149,8 @@ class PromptMedia:
     """Images, videos and sounds of a prompt.
 
     Attributes:
-        embeds: (B, T, H) what the target's text model was given.
-        tokens: Ids that hold their places.
+        embeds: (B, T, H) the input embeddings of the target's text model.
+        tokens: Ids of the placeholder tokens.
     """
 
     embeds: torch.Tensor
@@ -157,19 +158,19 @@ class PromptMedia:
 
 
 def _media_behind(tokens: torch.Tensor, media: PromptMedia | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """For the tokens (B, n) behind the features: the embeddings (B, n, H) and for which of them they stand (B, n)."""
+    """Return `embeds` and `embedded` of [`DraftInputs`] for the tokens (B, n) after the features."""
     if media is None or media.embeds.shape[1] < tokens.shape[1]:
         return None, None
     embedded = torch.isin(tokens, torch.tensor(media.tokens, device=tokens.device))
-    embedded[:, -1] = False  # the first new token, which no image can be
+    embedded[:, -1] = False  # the first new token is no placeholder
     if not bool(embedded.any()):
         return None, None
-    # The token behind a feature stands one further.
+    # The token after a feature is one position further.
     return nn.functional.pad(media.embeds[:, -tokens.shape[1] + 1 :], (0, 0, 0, 1)), embedded
 
 
 def _next_shown(shown: torch.Tensor) -> torch.Tensor:
-    """(B, n): for each feature the place of the next token that is no padding, among the tokens behind them."""
+    """Return (B, n) for each feature the index of the next token that is not padding, among the tokens after them."""
     length = shown.shape[1]
     is_shown = nn.functional.pad(shown[:, 1:], (0, 1), value=True)
     places = torch.arange(length, device=shown.device).expand_as(shown)

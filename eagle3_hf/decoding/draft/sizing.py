@@ -1,12 +1,13 @@
-"""How large a tree pays on this machine, for this target, batch and context; none where no tree does.
+"""The choice of the tree size by measured speed, for this machine, target, batch and context.
 
-A tree is worth `(1 + accepted) / seconds` tokens a second and sequence, to draft and verify it; a plain step
-`1 / seconds`. Seconds are measured: every round is a measurement of its own size, and other sizes are interpolated.
-What a smaller tree would have accepted is known exactly, since trees are nested: it holds the best nodes of the larger
-one, so that the *ranks* of the accepted nodes say it all. For larger trees it is guessed, on the bright side, and a
-guess that looks better by more than a little is tried.
+With a tree, decoding yields `(1 + accepted) / seconds` tokens per second and sequence, where `seconds` is the time to
+draft and verify it; a plain step yields `1 / seconds`. If no tree is faster than plain steps, nothing is drafted.
+Every round measures the time of its own size, and the times of other sizes are interpolated. What a smaller tree would
+have accepted is known exactly: it consists of the best nodes of the larger one, so that it follows from the *ranks* of
+the accepted nodes. What a larger tree would accept is estimated, rather too high than too low, and a size whose
+estimate is clearly better is tried.
 
-Whatever is decided here, the text is the same. Seconds are handed in, so that nothing here knows a clock.
+The text does not depend on the size. Seconds are passed in, so that tests need no clock.
 """
 
 import math
@@ -25,26 +26,30 @@ from ..tree import DraftTree
 logger = get_logger(__name__)
 
 _NODES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 59)
-_TOKENS_TRIED = 12  # nodes of all of the first trees together
-_ENOUGH = 3  # measurements of one kind, so that the median forgives one that was disturbed
+_TOKENS_TRIED = 12  # drafted nodes of the first round, of all sequences together
+_ENOUGH = 3  # measurements of one kind, so that the median ignores one that was disturbed
 _KEPT = 7
 _WALKS_TO_STOP, _WALKS_TO_CHANGE = 24, 64  # between two decisions
-_BETTER = 1.1  # another size must promise that much: a few dozen walks tell no finer difference
-_HOPELESS = 0.9  # of plain decoding's speed: drafting stops after the fewer walks
-_WORTH_IT = 1.04  # the same, for drafting to be switched on again
-_LARGER = 8  # one round in so many has a larger tree, to know what that would accept
+_BETTER = 1.1  # the gain for which the size is changed; a few dozen walks do not show a smaller one reliably
+_HOPELESS = 0.9  # the share of plain decoding's speed below which drafting stops after the fewer walks
+_WORTH_IT = 1.04  # the share of plain decoding's speed from which drafting is switched on again
+_LARGER = 8  # one round in this many has a larger tree, to measure what that accepts
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 8192  # plain steps before drafting is tried again, doubled each time
 _PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew, where the gain is small
 _SMALL_GAIN = 1.25
-_RECENT = 256  # rounds; what is older counts half, a quarter, ...
-_ROUNDS_UNWATCHED = 8  # between two that are watched for what smaller trees would have accepted
-# Beliefs before anything is known, and how many rounds they weigh: how often the best node is right, how often a level
-# is where the one above was, and by which power of their number more nodes are.
+_RECENT = 256  # rounds, after which older ones count half as much
+_WATCHED = 8  # on accelerators, one round in this many is watched for what smaller trees would have accepted
+# The prior, and the number of rounds that it counts for: how often the best node is right, how often a level is right
+# if the level above was, and the power of the number of nodes with which this grows.
 _FIRST, _LIKELY, _MORE_NODES, _BELIEF = 0.5, 0.6, 0.15, 2.0
 
 
 class Costs:
-    """Seconds by size: medians of the last few measurements."""
+    """Seconds by size, as medians of the last few measurements.
+
+    Args:
+        older: Costs to begin with.
+    """
 
     def __init__(self, older: "Costs | None" = None):
         self._verify: dict[int, deque[float]] = {}
@@ -54,7 +59,7 @@ class Costs:
             self._draft = {size: deque(kept, _KEPT) for size, kept in older._draft.items()}
 
     def add(self, nodes: int, verify: float) -> None:
-        """A verification of `nodes` drafted nodes a sequence; 0 is a plain step."""
+        """Add the seconds of a verification of `nodes` drafted nodes for each sequence; 0 is a plain step."""
         self._verify.setdefault(nodes, deque(maxlen=_KEPT)).append(verify)
 
     def add_draft(self, depth: int, top_k: int, seconds: float) -> None:
@@ -64,7 +69,7 @@ class Costs:
         return len(self._verify.get(nodes, ()))
 
     def verify(self, nodes: int) -> float:
-        """Measured, or on the line through the two nearest sizes that are."""
+        """Return the seconds of a verification, measured, or interpolated from the two nearest sizes."""
         if nodes in self._verify:
             return median(self._verify[nodes])
         known = sorted(self._verify, key=lambda other: abs(other - nodes))[:2]
@@ -76,7 +81,10 @@ class Costs:
         return max(begin + slope * (nodes - low), min(begin, end))
 
     def draft(self, depth: int, top_k: int) -> float:
-        """Measured, or in proportion to the levels of the nearest size that is; wider levels cost a little more."""
+        """Return the seconds of drafting, measured, or in proportion to the levels of the nearest size.
+
+        Wider levels take slightly longer.
+        """
         if not self._draft:
             return 0.0
         near = min(self._draft, key=lambda other: (abs(other[1] - top_k), abs(other[0] - depth)))
@@ -86,8 +94,13 @@ class Costs:
 class Acceptance:
     """How often trees of each size are right down to each level.
 
-    Kept as shares of the rounds in which the accepted node of a level is among the best `n` nodes, but not among the
-    next fewer: so two sizes are compared by the rounds that tell them apart, and the luck of a text cancels out.
+    Counted are the rounds in which the accepted node of a level is among the best `n` nodes, but not among those of
+    the next smaller size. So two sizes are compared by the rounds in which they differ, and how hard a text is to
+    predict cancels out.
+
+    Args:
+        nodes: The numbers of nodes to tell apart, ascending.
+        depth: The greatest number of levels.
     """
 
     def __init__(self, nodes: Sequence[int], depth: int):
@@ -98,11 +111,12 @@ class Acceptance:
         self._rounds = 0
 
     def add(self, nodes: int, depth: int, ranks: Sequence[int]) -> None:
-        """One walk through a tree.
+        """Add one walk through a tree.
 
         Args:
-            nodes, depth: Of the tree.
-            ranks: The accepted nodes' places, from 1, among all nodes by score; the first level first.
+            nodes: Number of drafted nodes of the tree.
+            depth: Number of levels of the tree.
+            ranks: Rank of the accepted node of each level, from 1, among all nodes by score.
         """
         self._rounds += 1
         if self._rounds % _RECENT == 0:
@@ -117,7 +131,7 @@ class Acceptance:
             self._right[bisect_left(self._nodes, min(rank, self._nodes[-1]))][level] += 1
 
     def expected(self) -> dict[int, list[float]]:
-        """Of each number of nodes: drafts accepted a round with at most 0, 1, 2, ... levels."""
+        """Return, for each number of nodes, the expected accepted drafts with at most 0, 1, 2, ... levels."""
         table, reach, before = {}, [0.0] * self._depth, 0
         for size, tried, right in zip(self._nodes, self._tried, self._right, strict=True):
             believed = _FIRST if not before else reach[0] * ((size / before) ** _MORE_NODES - 1)
@@ -131,12 +145,12 @@ class Acceptance:
 
 
 class TreeSizer:
-    """Chooses the tree of each round; lives as long as head and target do, so that every call knows what others found.
+    """Chooses the tree size of each round. It lives as long as head and target, so that calls share its results.
 
     Args:
         limits: The largest tree.
-        batch_size: Sequences of the batch.
-        is_chain: The target verifies chains only.
+        batch_size: Number of sequences.
+        is_chain: Whether the target verifies chains only.
     """
 
     def __init__(self, limits: TreeSettings, batch_size: int = 1, is_chain: bool = False):
@@ -153,10 +167,10 @@ class TreeSizer:
         self._was_off = False
 
     def choose(self, context: int) -> TreeSettings | None:
-        """The tree of the next round; `None` for a plain step.
+        """Return the tree size of the next round; `None` for a plain step.
 
         Args:
-            context: Tokens before it.
+            context: Number of tokens before it.
         """
         self._here = self._costs_at(context)
         if self._here.count(0) < _ENOUGH or (self._since_plain >= _PLAIN_AGAIN and self._gain < _SMALL_GAIN):
@@ -177,7 +191,7 @@ class TreeSizer:
         return min(more, key=lambda other: (other.num_nodes, abs(other.depth - size.depth - 1)), default=size)
 
     def _costs_at(self, context: int) -> Costs:
-        """Costs at contexts of this order of magnitude, which begin as those of the nearest one that is known."""
+        """Return the costs at contexts of this order of magnitude, which begin as a copy of the nearest ones."""
         magnitude = context.bit_length()
         if magnitude not in self._costs:
             near = min(self._costs, key=lambda other: abs(other - magnitude), default=None)
@@ -192,15 +206,15 @@ class TreeSizer:
         verify_seconds: float,
         ranks: Sequence[Sequence[int]] = (),
     ) -> None:
-        """What a round took and gave.
+        """Add the measurements of a round.
 
         Args:
-            size: Of its trees, as they were grown; `None` for a plain step.
-            nodes: Drafted nodes a sequence that the target has seen; more than asked for where finished sequences
-                write pad tokens.
-            draft_seconds: `None` where the draft was fed more than a round's tokens.
-            verify_seconds: The forward and the walk.
-            ranks: See `Acceptance.add`; of each walk.
+            size: Size of its trees as they were grown; `None` for a plain step.
+            nodes: Number of drafted nodes for each sequence that the target has verified. It is larger than in `size`
+                if chains of pad tokens were longer.
+            draft_seconds: Time of drafting; `None` if the draft was fed more than the tokens of one round.
+            verify_seconds: Time of the target's forward and the walk.
+            ranks: For each walk, see [`Acceptance.add`].
         """
         self._here.add(nodes, verify_seconds)
         if size is None:
@@ -215,7 +229,7 @@ class TreeSizer:
             self.acceptance.add(size.num_nodes, size.depth, own)
 
     def rates(self) -> dict[TreeSettings, float]:
-        """Tokens a second and sequence that each size promises."""
+        """Return the expected tokens per second and sequence of each size."""
         accepted = self.acceptance.expected()
         return {
             size: (1 + accepted[size.num_nodes][size.depth])
@@ -244,15 +258,16 @@ class TreeSizer:
     def _switch_off(self, best: TreeSettings) -> None:
         if not self._was_off:
             logger.info(
-                f"drafting does not pay here: {best.num_nodes} nodes promise {self._gain:.2f} of plain decoding's "
-                f"speed. It is switched off, and tried again after {self._pause} tokens. The text is the same."
+                f"drafting does not pay here: the best tree, of {best.num_nodes} nodes, is expected to give "
+                f"{self._gain:.2f} times the speed of plain decoding. Drafting is switched off, and tried again after "
+                f"{self._pause} steps. The text is the same."
             )
         self._was_off, self._size = True, None
         self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
 
 
 def sizes_within(limits: TreeSettings, is_chain: bool = False) -> list[TreeSettings]:
-    """The trees to choose from: nodes by depth, and as many children as a tree of these nodes has any use for."""
+    """Return the sizes to choose from: numbers of nodes and levels, with as many children as these nodes can use."""
     if is_chain or limits.top_k == 1:
         return [TreeSettings(depth, depth, 1) for depth in range(1, min(limits.depth, limits.num_nodes) + 1)]
     found = []
@@ -265,23 +280,28 @@ def sizes_within(limits: TreeSettings, is_chain: bool = False) -> list[TreeSetti
 
 
 def _size_tried(sizes: Sequence[TreeSettings], nodes: int) -> TreeSettings:
-    """The size to begin with: about as many nodes, and a level for each time that they could be halved."""
+    """Return the size to begin with, of about `nodes` nodes, whose levels grow with the logarithm of the nodes."""
     most = max([size.num_nodes for size in sizes if size.num_nodes <= nodes], default=sizes[0].num_nodes)
     same = [size for size in sizes if size.num_nodes == most]
     return min(same, key=lambda size: abs(size.depth - (most + 1).bit_length() + 1))
 
 
-# Per head and target: what was found at each kind of call.
+# head -> target -> key of a kind of call -> its sizer
 _found: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Hashable, TreeSizer]]] = WeakKeyDictionary()
 
 
 def sizer_of(
     draft: Any, target: Any, limits: TreeSettings, batch_size: int, is_chain: bool, kind: Hashable
 ) -> TreeSizer:
-    """The sizer of such calls.
+    """Return the sizer that calls of this kind share.
 
     Args:
-        kind: Whatever else costs or acceptance depend on (device, dtype, threads, sampling, sequences in step).
+        draft: The head.
+        target: The target.
+        limits: The largest tree.
+        batch_size: Number of sequences.
+        is_chain: Whether the target verifies chains only.
+        kind: Everything else that costs or acceptance depend on (device, dtype, threads, sampling, lock-step).
     """
     sizers = _found.setdefault(draft, WeakKeyDictionary()).setdefault(target, {})
     key = limits, batch_size, is_chain, kind
@@ -291,14 +311,14 @@ def sizer_of(
 
 
 class RoundSizes:
-    """The sizes of one call's trees: a fixed one, or what a sizer chooses and learns from.
+    """The sizes of one call's trees, fixed or chosen by a sizer.
 
     Args:
-        settings: The size, or its limits.
-        sizer: Chooses within the limits; `None` for the fixed size.
+        settings: The fixed size, or the limits of the sizer.
+        sizer: Chooses the size of each round; `None` for the fixed size.
 
     Attributes:
-        current: Of this round's trees; `None` where nothing is drafted.
+        current: Size of this round's trees; `None` if nothing is drafted.
     """
 
     def __init__(self, settings: TreeSettings, sizer: TreeSizer | None = None):
@@ -308,7 +328,7 @@ class RoundSizes:
         self._rounds = 0
 
     def choose(self, depth: int, context: int) -> TreeSettings | None:
-        """The size of the next round's trees, at most `depth` deep, behind a context of so many tokens."""
+        """Return the size of the next round's trees, at most `depth` deep, after a context of `context` tokens."""
         size = self._settings if self._sizer is None or depth < 1 else self._sizer.choose(context)
         self.current = None if size is None or depth < 1 else size.capped(depth)
         return self.current
@@ -322,21 +342,22 @@ class RoundSizes:
         draft_seconds: float,
         verify_seconds: float,
     ) -> None:
-        """Tell the sizer what a round took and gave.
+        """Pass the measurements of a round to the sizer.
 
         Args:
-            tree: What was verified.
-            paths: Index of a sequence -> the nodes that it has accepted, of those that have walked.
-            in_step: The round ended for all sequences with the first that missed.
-            num_fed: Positions that the draft was fed before it drew the tree.
-            draft_seconds, verify_seconds: Of drafting; of the target's forward and the walk.
+            tree: The verified trees.
+            paths: Index of a sequence -> its path, for the sequences that were to advance.
+            in_step: Whether the round ended for all sequences with the first one whose draft was wrong.
+            num_fed: Number of positions that the draft was fed before it drafted the trees.
+            draft_seconds: Time of drafting.
+            verify_seconds: Time of the target's forward and the walk.
         """
         if self._sizer is None:
             return
         self._rounds += 1
         ranks: list[list[int]] = []
-        # One transfer more, so not in every round where that means waiting for a device.
-        watched = tree.scores.device.type == "cpu" or self._rounds % _ROUNDS_UNWATCHED == 0
+        # This takes another transfer, so on an accelerator it is not done in every round.
+        watched = tree.scores.device.type == "cpu" or self._rounds % _WATCHED == 0
         if self.current is not None and watched:
             scores = tree.scores.tolist()
             ranks = [ranks_on_path(scores[index], path) for index, path in paths.items() if path]
@@ -347,7 +368,7 @@ class RoundSizes:
 
 
 def ranks_on_path(scores: Sequence[float], path: Sequence[int]) -> list[int]:
-    """Places from 1, by score, of the drafted nodes of a path behind its root; of equals the first is better."""
+    """Return the ranks by score, from 1, of the drafted nodes of a path; of equal scores the first ranks higher."""
     return [
         sum(
             score > scores[node] or (score == scores[node] and other < node)

@@ -1,14 +1,16 @@
-"""What plain `generate` does with the logits of a step: process, record, choose, stop, stream; in its order.
+"""What plain `generate` does with the logits of a step, in the same order: process, record, choose, stop, stream.
 
-The decoding loop only decides which logits come next; everything that a user can observe of a token happens here, so
-that processors, criteria, streamers and random numbers see what they would see without a draft.
+The decoding loop only decides which logits come next. Everything that a user can observe of a token happens here, so
+that processors, criteria and streamers get the calls, and the generator the draws, that they get without a draft.
 
-Sequences may run ahead of each other (see `decoding/sequence.py`). Criteria and streamers hear of a step, and the
-generator moves, when the step is committed, with the whole batch. A criterion that ends a sequence at a step, or a
-callback that moves the generator, rewinds what was emitted behind it.
+Sequences may run ahead of each other (see `decoding/sequence.py`). When a step is committed, criteria and streamers
+are called with the whole batch, and the generator moves. If a criterion ends a sequence at this step, or a callback
+moves the generator, the tokens behind the step are rewound.
 """
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +18,14 @@ from transformers import GenerationMixin, LogitsProcessorList
 
 from ..coupling import Noise
 from ..sequence import Batch, Sequence
-from .outputs import StepRecord
+from ..verification import Walk
+from .outputs import KeyColumns, Place, StepRecord
 from .processors import HARMLESS_PROCESSORS, PREFIX_FREE_WARPERS, STATELESS_PROCESSORS, StopTest
 
 
-# A sequence further ahead than this waits: the noise of every step in between is kept.
+# A sequence that is this many steps ahead waits for the others: the noise of all steps in between is kept.
 FURTHEST_AHEAD = 48
-# Earlier versions of transformers stream a token before they ask the criteria about it.
+# Earlier versions of transformers stream a token before they call the criteria.
 _STREAMS_FIRST = "streamer.put(next_tokens" in inspect.getsource(GenerationMixin._sample)
 
 
@@ -31,17 +34,20 @@ class TokenEmitter:
 
     Args:
         batch: The sequences.
-        processors, streamer: Of the call.
+        processors: The call's logits processors.
         stop: Tests the call's stopping criteria.
-        do_sample: Whether tokens are drawn, as in the call's generation config.
-        record: What `generate` returns besides ids.
+        streamer: The call's streamer, or `None`.
+        do_sample: Whether tokens are sampled, as in the call's generation config.
+        record: Collects what `generate` returns besides ids.
 
     Attributes:
-        done: Every sequence is finished: nothing more is to be emitted.
-        was_moved: Callbacks move the generator between steps, so that nothing ahead of a step can be known.
-        asks_of_pads: What finished sequences' pad tokens lead to must be known before a step is committed: plain
-            decoding draws for these sequences too, and rejects probabilities that processors have broken.
-        noise: The coming random numbers when sampling, from the first logits on; `None` for greedy decoding.
+        done: Whether every sequence is finished.
+        was_moved: Whether callbacks have moved the generator between steps, so that the noise of later steps is not
+            known in advance.
+        asks_of_pads: Whether the choices behind the pad tokens of finished sequences must be known before a step is
+            committed: plain decoding samples for these sequences too, and raises an error if processors have made
+            their probabilities invalid.
+        noise: The coming random numbers, from the first logits on; `None` in greedy decoding.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class TokenEmitter:
         self.noise: Noise | None = None
         self._batch = batch
         self._limit: int | None = None
+        self._most_tokens = None if stop.max_length is None else stop.max_length - batch.prompt_length
         self._is_committing = False
         self._processors = processors
         self._stop = stop
@@ -72,50 +79,88 @@ class TokenEmitter:
 
     @property
     def steps_run(self) -> int:
-        """Forwards behind the prefill that plain decoding would have made by now, also in the middle of a callback."""
+        """Forwards after the prefill that plain decoding would have made by now, also when asked inside a callback."""
         return self._batch.steps - self._is_committing
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether nothing but the argmax is needed of the logits."""
+        """Whether only the argmax of the logits is needed."""
         return not self._do_sample and not self._processors and not self.record.keeps_logits
 
     @property
     def needs_lock_step(self) -> bool:
-        """Whether somebody may notice that sequences are at different steps: a processor that remembers its calls or
-        knows its sequence, a criterion that is shown the scores of finished sequences."""
+        """Whether a callback could notice that sequences are at different steps.
+
+        This is so for processors that keep a state or depend on the index of a sequence, and for criteria that get the
+        scores of finished sequences.
+        """
         if len(self._batch) == 1:
             return False
         shown = self._stop.may_read_scores and self._stop.has_eos and self.record.keep_scores
         return shown or any(type(item) not in STATELESS_PROCESSORS for item in self._processors)
 
     def limit(self, steps: int) -> None:
-        """No more steps than these, whether anybody ends the call by then or not."""
+        """Set the number of steps after which decoding stops, even if no criterion ends it."""
         self._limit = steps
+        self._most_tokens = steps if self._most_tokens is None else min(steps, self._most_tokens)
 
     @property
     def is_full(self) -> bool:
-        """Whether all steps are committed that `limit` allows."""
+        """Whether as many steps are committed as `limit` allows."""
         return self._limit is not None and self._batch.steps >= self._limit
 
     def room(self, index: int) -> int | None:
-        """Tokens that a sequence lacks to the greatest length, where there is one."""
-        longest = self._stop.max_length
-        limits = [self._limit, None if longest is None else longest - self._batch.prompt_length]
-        most = min((limit for limit in limits if limit is not None), default=None)
-        return None if most is None else most - len(self._batch[index].token_ids)
+        """Return how many more tokens a sequence can have; `None` if there is no limit."""
+        return None if self._most_tokens is None else self._most_tokens - len(self._batch[index].token_ids)
 
     # ----- emitting -------------------------------------------------------------------------------------------------
 
-    def emit(self, logits: torch.Tensor, steps: dict[int, int]) -> dict[int, int]:
-        """Process raw logits; choose, record and append a token of some sequences; commit the steps this allows.
+    def chooser(
+        self, walk: Walk, outputs: Any, num_nodes: int, key_columns: Callable[[], list[KeyColumns]]
+    ) -> Callable[[dict[int, int]], dict[int, int]]:
+        """Return the function by which a walk chooses: from the nodes that it has reached to the tokens behind them.
+
+        The function emits the tokens that it chooses.
 
         Args:
-            logits: (B, V), of which only those of the sequences in `steps` mean anything.
-            steps: Index of a sequence -> the step that its logits are of: its next, or any step of a finished one.
+            walk: The walk, which holds the paths so far.
+            outputs: The outputs of the target's forward over the trees.
+            num_nodes: The number N of nodes of the trees, padding included.
+            key_columns: See [`StepRecord.put_layers`].
+        """
+        logits = outputs.logits[:, -num_nodes:]
+        greedy = logits.argmax(-1).tolist() if self._chooses_at_once(logits.device) else None
+
+        def choose(nodes: dict[int, int]) -> dict[int, int]:
+            if self.record.keeps_layers:
+                places = [self._place(index, walk.paths[index], num_nodes) for index in nodes]
+                self.record.put_layers(outputs, places, key_columns)
+            if greedy is not None:
+                return self.emit_tokens({index: greedy[index][node] for index, node in nodes.items()})
+            steps = {index: self._batch[index].root_step + len(walk.paths[index]) for index in nodes}
+            return self.emit(_logits_at(logits, nodes), steps)
+
+        return choose
+
+    def _chooses_at_once(self, device: torch.device) -> bool:
+        """Whether to choose for all nodes in one transfer to the host. On a CPU, the argmax is the larger cost."""
+        return self.is_plain_greedy and device.type != "cpu"
+
+    def _place(self, index: int, path: list[int], num_nodes: int) -> Place:
+        sequence = self._batch[index]
+        step = sequence.root_step + len(path)
+        return Place(index, step, path, sequence.cache_len, self._batch.longest, num_nodes)
+
+    def emit(self, logits: torch.Tensor, steps: dict[int, int]) -> dict[int, int]:
+        """Process raw logits; choose, record and append the tokens of some sequences; commit steps that are complete.
+
+        Args:
+            logits: (B, V). Those of sequences that are not in `steps` are ignored.
+            steps: Index of a sequence -> the step of its logits: its next step, or any step of a finished sequence.
 
         Returns:
-            Index -> token, without sequences whose logits would raise at a step that plain decoding may never reach.
+            Index -> token. A sequence is missing if its logits cannot be sampled from: that is an error only if plain
+            decoding reaches the step.
         """
         raw = logits.to(copy=True, dtype=torch.float32, device=self._batch.device)
         if len(self._batch) > 1:
@@ -123,23 +168,39 @@ class TokenEmitter:
         scores = self._processed(raw, steps)
         self.record.put_logits(steps, scores, raw)
         chosen = self._chosen(scores, steps)
-        padding = {index: step for index, step in steps.items() if self._batch[index].is_padding}
-        for index, step in padding.items():
-            self._batch[index].pads_chosen = max(step + 1, self._batch[index].pads_chosen)
-        self.emit_tokens({index: token for index, token in chosen.items() if index not in padding})
-        return {**chosen, **dict.fromkeys(padding, self._batch.pad_token_id)}
+        for index, step in steps.items():
+            if self._batch[index].is_padding:
+                self._batch[index].pads_chosen = max(step + 1, self._batch[index].pads_chosen)
+        return self.emit_tokens(chosen)
 
-    def emit_tokens(self, tokens: dict[int, int]) -> None:
-        """Append plain greedy choices that are on the host already."""
-        for index, token in tokens.items():
+    def emit_tokens(self, chosen: dict[int, int]) -> dict[int, int]:
+        """Append tokens and commit steps that are complete.
+
+        Args:
+            chosen: Index of a sequence -> token.
+
+        Returns:
+            The same, but with the pad token for finished sequences, to which nothing is appended.
+        """
+        tokens = {}
+        for index, token in chosen.items():
             sequence = self._batch[index]
+            if sequence.is_padding:
+                tokens[index] = self._batch.pad_token_id
+                continue
+            tokens[index] = token
             step = sequence.append(token)
             if self._stop.after_token(token, sequence.length):
                 sequence.finish(step)
         self._commit_steps()
+        return tokens
 
     def _without_broken(self, raw: torch.Tensor, steps: dict[int, int]) -> dict[int, int]:
-        """Blank the logits that nobody asks for, and of sequences ahead those from which nothing can be drawn."""
+        """Set unused logits to 0, and those of sequences ahead of the others that cannot be sampled from.
+
+        Returns:
+            `steps` without the latter sequences.
+        """
         broken: set[int] = set()
         ahead = [i for i, step in steps.items() if step > self._batch.steps and not self._batch[i].is_padding]
         if ahead and self._do_sample:
@@ -151,7 +212,7 @@ class TokenEmitter:
         return {index: step for index, step in steps.items() if index not in broken}
 
     def _processed(self, raw: torch.Tensor, steps: dict[int, int]) -> torch.Tensor:
-        """Scores (B, V): the processors get whole batches, of equally long sequences where they read ids."""
+        """Return processed scores (B, V). A call of the processors has ids of one length, if they read the ids."""
         if not self._processors or not steps:
             return raw
         lengths = set(steps.values())
@@ -190,7 +251,7 @@ class TokenEmitter:
         return tokens if valid else self._without_invalid(noise, tokens, probs, drawn, steps)
 
     def _commits_next(self, steps: dict[int, int]) -> bool:
-        """Whether these are all that the next step still lacks, and none has chosen with its noise before."""
+        """Whether `steps` completes the next step, and no sequence has used the noise of that step before."""
         next_step = self._batch.steps
         return not self.done and all(
             steps.get(sequence.index) == next_step
@@ -199,7 +260,7 @@ class TokenEmitter:
         )
 
     def _drawn(self, noise: Noise, steps: dict[int, int]) -> torch.Tensor:
-        """The noise of each sequence's own step; of pad tokens behind the others any will do."""
+        """Return the noise of each sequence's step. For a pad token at a committed step it has no effect."""
         if len(self._batch) == 1:
             return noise.peek(0)
         coming = noise.peek_at([max(0, step - self._batch.steps) for step in steps.values()])
@@ -208,7 +269,11 @@ class TokenEmitter:
     def _without_invalid(
         self, noise: Noise, tokens: dict[int, int], probs: torch.Tensor, drawn: torch.Tensor, steps: dict[int, int]
     ) -> dict[int, int]:
-        """Sequences at the next step raise what multinomial raises; those ahead wait, should they get that far."""
+        """Handle probabilities that cannot be sampled from.
+
+        At the next step, raise the error of `torch.multinomial`. Sequences ahead of it are left out, since plain
+        decoding may never reach their step.
+        """
         kept = {}
         for place, (index, step) in enumerate(steps.items()):
             own, sequence = probs[place : place + 1], self._batch[index]
@@ -225,7 +290,7 @@ class TokenEmitter:
     # ----- committing steps -----------------------------------------------------------------------------------------
 
     def _commit_steps(self) -> None:
-        """Tell criteria and streamer of every step that no sequence has still to reach."""
+        """Commit every step that all sequences have reached: call criteria and streamer."""
         while not self.done and all(map(self._has_next, self._batch)):
             step = self._batch.steps
             if self.noise is not None:
@@ -255,25 +320,33 @@ class TokenEmitter:
             self._streamer.put(torch.tensor([sequence.tokens(step, 1)[0] for sequence in self._batch]))
 
     def _has_next(self, sequence: Sequence) -> bool:
-        """Whether all is known that plain decoding would know of a sequence when it has made the next step."""
+        """Whether a sequence has reached the next step, with what plain decoding would have chosen there."""
         if not sequence.is_padding:
             return len(sequence.token_ids) > self._batch.steps
         own = not self.asks_of_pads or not sequence.finished_before(self._batch.steps)
         return own or sequence.pads_chosen > self._batch.steps
 
     def _reject_pads(self) -> None:
-        """Raise what multinomial raises for a finished sequence at the next step."""
+        """Raise the error of `torch.multinomial` if a finished sequence cannot be sampled from at the next step."""
         for sequence in self._batch:
             pad = sequence.unusable_pad
             if self.noise is not None and pad is not None and pad[0] == self._batch.steps:
                 self.noise.check(pad[1])
 
     def end_round(self, emitted: int) -> None:
-        """Tell a streamer that asks (by having `end_round`): the last tokens were some drafts and one more."""
+        """Call the streamer's `end_round(accepted)`, if it has this method; one emitted token is not a draft."""
         if emitted and self._streamer is not None and hasattr(self._streamer, "end_round"):
             self._streamer.end_round(emitted - 1)
 
     def finish(self) -> None:
-        """Tell the streamer that the text has ended."""
+        """Call the streamer's `end`."""
         if self._streamer is not None:
             self._streamer.end()
+
+
+def _logits_at(logits: torch.Tensor, nodes: dict[int, int]) -> torch.Tensor:
+    """Return the logits (B, V) at each sequence's node, from those (B, N, V) at all nodes; by default at the root."""
+    if logits.shape[0] == 1:
+        return logits[:, nodes[0]]
+    at = torch.tensor([nodes.get(index, 0) for index in range(logits.shape[0])], device=logits.device)
+    return logits[torch.arange(logits.shape[0], device=logits.device), at]

@@ -1,8 +1,8 @@
 """What `generate` returns besides ids, step by step: scores, logits, hidden states, attention weights.
 
-Hidden states and attentions are read out of the forward over a tree. A node attends to its sequence's past and to the
-nodes of its path, wherever those stand; plain decoding would have had these keys one behind the other, in a window
-only the last ones. (A static cache also has columns for tokens to come.)
+Hidden states and attentions are taken from the forward over a tree. The keys that a node attends to, its sequence's
+past and the nodes of its path, are scattered over the slots. In plain decoding they are adjacent, and in a window only
+the last of them are there. (With a static cache there are also columns for tokens to come.)
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from transformers import GenerationConfig
 
 
 class KeyColumns(NamedTuple):
-    """The keys that one layer shows in plain decoding.
+    """The keys of one layer for which plain decoding returns attention weights.
 
     Attributes:
-        window: As many of the last slots are there; `None`: all.
-        width: Columns of a static cache, used or not; `None`: as many as there are keys.
-        from_start: Whether this layer's keys begin at slot 0 now; else they end with the tree's last node.
+        window: The number of most recent slots that are returned; `None` for all.
+        width: The number of columns of a static cache, used or not; `None` for the number of keys.
+        from_start: Whether the layer's keys now begin at slot 0; else they end with the last node of the tree.
     """
 
     window: int | None = None
@@ -30,12 +30,12 @@ class Place(NamedTuple):
     """Where in a forward over trees the logits of a token were computed.
 
     Attributes:
-        sequence: Its index in the batch.
-        step: The step that the token is of.
-        path: Nodes from the root to the one whose logits these are.
-        cache_len: Slots of the sequence's past.
+        sequence: Index of the sequence in the batch.
+        step: The step of the token.
+        path: Nodes from the root to the node of the logits.
+        cache_len: Number of slots of the sequence's past.
         tree_start: Slot of node 0.
-        num_nodes: Nodes of the tree.
+        num_nodes: Number of nodes of the tree.
     """
 
     sequence: int
@@ -47,10 +47,10 @@ class Place(NamedTuple):
 
 
 class StepRecord:
-    """Collects the outputs of each step in plain decoding's shapes, whichever sequence reaches the step first.
+    """Collects the outputs of each step in the shapes of plain decoding. Sequences may reach a step in any order.
 
     Args:
-        config: The call's generation config, which says what is asked for; the rest is `None`, as in plain decoding.
+        config: The call's generation config, which says what to return; the rest is `None`, as in plain decoding.
         batch_size: B.
     """
 
@@ -65,7 +65,7 @@ class StepRecord:
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether the logits themselves are wanted, and not only what follows from them."""
+        """Whether scores or logits are returned."""
         return self.keep_scores or self.keep_logits
 
     @property
@@ -77,26 +77,30 @@ class StepRecord:
         return self.keeps_logits or self.keeps_layers
 
     def put_logits(self, steps: dict[int, int], scores: torch.Tensor, raw: torch.Tensor) -> None:
-        """(B, V) processed scores and raw logits; each sequence's belong to a step of its own."""
+        """Record processed scores and raw logits, both (B, V).
+
+        Args:
+            steps: Index of a sequence -> the step of its scores and logits.
+        """
         if self.keep_scores:
             _put(self._scores, steps, scores)
         if self.keep_logits:
             _put(self._logits, steps, raw)
 
     def put_prompt(self, outputs: Any) -> None:
-        """Layers of the whole prompt, or of its last chunk, which the first token came from."""
+        """Record the layers of the forward that gave the first token: over the prompt, or over its last chunk."""
         if self._states is not None:
             self._states.put_all(outputs.hidden_states)
         if self._attentions is not None:
             self._attentions.put_all(outputs.attentions)
 
     def put_layers(self, outputs: Any, places: Sequence[Place], columns: Callable[[], list[KeyColumns]]) -> None:
-        """Layers at the nodes that some sequences have reached.
+        """Record the layers at the nodes that some sequences have reached.
 
         Args:
-            outputs: Of the forward over the trees.
+            outputs: The outputs of the forward over the trees.
             places: One for each of these sequences.
-            columns: Gives the keys that plain decoding would show, layer by layer.
+            columns: Returns the keys that plain decoding would return, layer by layer.
         """
         if self._states is not None:
             for place in places:
@@ -107,7 +111,7 @@ class StepRecord:
                 self._attentions.put(place, _attentions_at(outputs.attentions, shown, place))
 
     def until(self, step: int) -> dict[str, tuple | None]:
-        """The steps before `step`, by the names of transformers' output object."""
+        """Return the outputs of the steps before `step`, by the names of transformers' output object."""
         return {
             "scores": self.scores_until(step),
             "logits": tuple(self._logits[:step]) if self.keep_logits else None,
@@ -127,7 +131,7 @@ class _LayerSteps:
         self._steps: list[tuple[torch.Tensor, ...]] = []
 
     def put(self, place: Place, parts: Sequence[torch.Tensor]) -> None:
-        """One sequence's (1, ...) tensors of all layers; those of a step have the same shapes."""
+        """Record one sequence's tensors (1, ...) of all layers, which have the same shapes for all sequences."""
         while len(self._steps) <= place.step:
             self._steps.append(())
         if not self._steps[place.step]:
@@ -136,7 +140,7 @@ class _LayerSteps:
             whole[place.sequence : place.sequence + 1] = part
 
     def put_all(self, parts: Sequence[torch.Tensor]) -> None:
-        """The tensors (B, ...) of the next step as a forward gave them."""
+        """Record the tensors (B, ...) of the next step for all sequences at once."""
         self._steps.append(tuple(parts))
 
     def until(self, step: int) -> tuple[tuple[torch.Tensor, ...], ...]:
@@ -154,9 +158,10 @@ def _put(kept: list[torch.Tensor], steps: dict[int, int], values: torch.Tensor) 
 
 
 def _states_at(states: Sequence[torch.Tensor], place: Place) -> list[torch.Tensor]:
-    """Hidden states (1, 1, H) of all layers at a node, from those (B, N, H) of a forward.
+    """Return the hidden states (1, 1, H) of all layers at a node, from those (B, N, H) of a forward.
 
-    A forward that ran the whole text again (see `TargetRun`) shows all of it, with a draft and without.
+    If the forward has run the whole text again (see `TargetRun`), those of the whole text are returned, as in plain
+    decoding.
     """
     own, node = slice(place.sequence, place.sequence + 1), place.path[-1]
     return [state[own, node : node + 1] if state.shape[1] == place.num_nodes else state[own] for state in states]
@@ -165,7 +170,7 @@ def _states_at(states: Sequence[torch.Tensor], place: Place) -> list[torch.Tenso
 def _attentions_at(
     attentions: Sequence[torch.Tensor], layers: Sequence[KeyColumns], place: Place
 ) -> list[torch.Tensor]:
-    """Attentions (1, heads, 1, keys) in every layer at a node, from those (B, heads, N, keys) of a forward."""
+    """Return the attentions (1, heads, 1, keys) of all layers at a node, of a forward's (B, heads, N, keys)."""
     own, node = slice(place.sequence, place.sequence + 1), place.path[-1]
     found: dict[tuple[KeyColumns, int], torch.Tensor] = {}
     parts = []

@@ -1,8 +1,9 @@
-"""What a target can verify in one forward: a tree, a chain, or nothing; and what its config says about that.
+"""What a target can verify in one forward (a tree, a chain, or nothing), as far as its config tells.
 
-Three things stand in the way of a tree. Positions taken from cache slots (ALiBi, windows by slot), since siblings
-stand in different slots; states that follow one text only (recurrent, convolutional), since branches need several; and
-attention masks made where no tree can be shown. A chain needs none of it: it is the text itself, a few tokens ahead.
+There are three reasons why a target cannot verify a tree. It takes positions from cache slots (ALiBi, windows by
+slot), while siblings are in different slots; it has recurrent or convolutional states, which follow one text, while a
+tree has several branches; or it makes its attention masks outside transformers' mask functions. A chain has none of
+these problems, since it is simply the next tokens of the text.
 """
 
 from dataclasses import dataclass
@@ -25,13 +26,12 @@ class VerifyMode(Enum):
 
 @dataclass(frozen=True)
 class Capability:
-    """
-    What a target can verify.
+    """What a target can verify.
 
     Attributes:
-        mode: The most it can do.
-        reason: Why not more, in words; empty for a tree.
-        restores: Its cache holds states that cannot be cut, only put back (see `snapshots`).
+        mode: The best supported mode.
+        reason: Why no better mode is supported, for messages; empty for a tree.
+        restores: Whether its cache holds states that cannot be cut, only restored (see `recurrent_cache.py`).
     """
 
     mode: VerifyMode
@@ -41,9 +41,10 @@ class Capability:
 
 TREE = Capability(VerifyMode.TREE)
 
-# Positions from cache slots.
+# Model types that take positions from cache slots.
 _SLOT_BOUND = ("bloom", "mpt", "gpt_neo")
-# Verified trees agree with separate paths in the tests (docs/families.md), whatever the config, but for `alibi`.
+# Text models whose verified trees agree with separate paths in the tests (docs/families.md), with any config except
+# `alibi`.
 _TESTED_TREES = {
     "llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3",
     "gemma3_text", "gemma4_text", "phi", "phi3", "gpt_oss", "olmo2", "olmo3", "granite", "granitemoe", "glm", "glm4",
@@ -53,15 +54,15 @@ _TESTED_TREES = {
     "qwen3_vl_text",
 }  # fmt: skip
 
-# The same of models that see images, by their own type: a text model's class says little of what stands around it.
+# The same for models with images, by their own type: their text model's type does not say how images are handled.
 _TESTED_AROUND = {"gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "mistral3", "idefics3", "paligemma"}
 
 
 def known_capability(target: PreTrainedModel) -> Capability | None:
-    """What class and config say about a target by themselves; `None` where only a trial can tell.
+    """Return what class and config tell about a target; `None` if it must be tested (`capability_probe.py`).
 
-    Only transformers' own classes are known, and only with attention that takes any mask: the same name elsewhere, or
-    another kernel, may compute something else.
+    Only transformers' own classes are known, and only with attention that takes any mask: a class of the same name
+    from elsewhere, or another kernel, may compute something else.
     """
     config, name = target.config.get_text_config(), type(target).__name__
     has_cache: Any = target._supports_default_dynamic_cache
@@ -86,12 +87,12 @@ def known_capability(target: PreTrainedModel) -> Capability | None:
 
 
 def _is_of_transformers(kind: type) -> bool:
-    """`is_remote_code` and a subclass of the user's both show in the module's name; FSDP's subclass is torch's."""
+    """Return whether a class is of transformers itself, not remote code or a user's subclass; FSDP's are ignored."""
     modules = [base.__module__ for base in kind.__mro__]
     return next(name for name in modules if not name.startswith("torch.")).startswith("transformers.models.")
 
 
 def has_cross_attention(target: PreTrainedModel) -> bool:
-    """Whether layers of a decoder attend to an encoder's output (an image), and are skipped where there is none."""
+    """Return whether some layers attend to an encoder's output, such as an image, and are skipped without one."""
     config = target.config.get_text_config()
     return bool(getattr(config, "cross_attention_layers", None) or getattr(config, "cross_layer_interval", None))

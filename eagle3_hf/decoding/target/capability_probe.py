@@ -1,8 +1,8 @@
-"""What a target that nobody has tested can verify, found out on a few made-up tokens at its first use.
+"""The capability probe: finds what an unknown target can verify, by forwards over a few made-up tokens at first use.
 
-Equal text proves little: with ALiBi by cache slot a wrong tree often leads to the right token. Logits are compared: a
-tree of two branches with each path alone, and a chain, half of it taken back, with single steps. These are made as
-plain decoding makes them, hooks and the model's own steps of its kwargs included.
+Equal tokens prove little, since with ALiBi by cache slot a wrong tree often gives the right token. So logits are
+compared: those of a tree of two branches with each path alone, and those of a chain, half of which is rejected, with
+single steps. The steps are made as in plain decoding, with hooks and the model's own updates of its kwargs.
 """
 
 import hashlib
@@ -30,31 +30,31 @@ from .runner import CACHE_KEY, TargetRun
 
 logger = get_logger(__name__)
 
-_PROMPT = 6
+_PROMPT = 6  # tokens
 _BRANCH = 4  # nodes of each of the two branches below the root
 _FILLING = 12  # other children of the root between the two, so that slots and positions are far apart
-_LONGEST_WINDOW = 512  # windows up to this are crossed by the trial's prompt
-# What rounding may do in any logit, relative to the largest.
+_LONGEST_WINDOW = 512  # the prompt is longer than windows up to this size
+# Tolerance of rounding in any logit, relative to the largest.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-# In half precision that depends on the model. The scale is how far plain decoding is from itself, run over the same
-# tokens at once and one by one; by root mean squares, and the median of the tokens, since one expert chosen otherwise
-# changes a token's logits altogether.
+# In half precision the tolerance depends on the model. It is a multiple of the difference between two ways of plain
+# decoding: the same tokens at once and one by one. The measure is the median over tokens of root mean squares, since a
+# different choice of an expert changes a token's logits completely.
 _HALF_FACTOR, _HALF_MOST = 3.0, 0.15
-# Of a state's own size: a state that was dropped on the way differs by much more, its effect on logits may not.
+# Tolerance for recurrent states, relative to their norm: a lost state differs by much more, its logits may not.
 _MOST_STATE = 0.1
 
-# Where a family is known to verify trees and only code that was added to it is tried: its rounding is no mystery.
+# The largest tolerance if the family is known to verify trees, and only custom code in it is tested.
 _HALF_MOST_KNOWN = 0.06
 
-_MOST_VERDICTS = 64  # of a class; then the oldest is forgotten
+_MOST_VERDICTS = 64  # kept for a class; then the oldest is dropped
 
 
 class _Verdicts:
-    """What was found about the targets of one class."""
+    """Results for the targets of one class."""
 
     def __init__(self) -> None:
         self.capabilities: dict[Hashable, Capability] = {}
-        # Of custom code: values that it writes itself, so that they are no settings by which to tell it apart.
+        # Names of values that custom code writes itself, which are therefore not part of its settings.
         self.written: dict[Hashable, frozenset[str]] = {}
 
     def settings(self, piece: CustomCode) -> tuple:
@@ -67,18 +67,21 @@ class _Verdicts:
 
 
 _found: WeakKeyDictionary[type, _Verdicts] = WeakKeyDictionary()
-_trials = threading.Lock()  # a hook that two threads try at once would seem to count its calls
+_trials = threading.Lock()  # a hook that two threads call at once would seem to count its calls
 
 
 def capability_of(
     target: PreTrainedModel, device: torch.device | None = None, cache: Any = None, batch_size: int = 1
 ) -> Capability:
-    """What the target can verify, on this cache if one is given: known, found before, or found now.
+    """Return what the target can verify: from its config, from an earlier probe, or from a probe now.
 
-    A log line says why where it is no tree.
+    If this is not a tree, a log line says why.
 
     Args:
-        batch_size: For hooks that know it (a steering vector or an adapter for each sequence).
+        target: The target.
+        device: Device of the inputs; by default the target's.
+        cache: The cache of the call, which may restrict the result.
+        batch_size: Number of sequences, for hooks that depend on it (such as a steering vector for each sequence).
     """
     capability, custom = known_capability(target), custom_code(target)
     if capability is None or (custom and capability.mode is not VerifyMode.PLAIN):
@@ -87,7 +90,7 @@ def capability_of(
     if capability.mode is VerifyMode.CHAIN and any(
         isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ())
     ):
-        # Windows by slot would be measured from the end of a larger cache, and states could not be put back.
+        # Windows by slot would be measured from the end of a larger cache, and states could not be restored.
         capability = Capability(VerifyMode.PLAIN, f"{capability.reason}, and chains need a cache that grows")
     if capability.mode is VerifyMode.CHAIN:
         logger.warning_once(f"{capability.reason}: drafts are verified as chains, not as trees. The text is the same.")
@@ -103,7 +106,7 @@ def _tried(
     known: Capability | None,
     custom: Sequence[CustomCode],
 ) -> Capability:
-    """The verdict of a trial, now or earlier, with the custom code that is there; its memory is left as it was."""
+    """Return the result of a probe, now or earlier, with the present custom code, whose memory is restored."""
     verdicts = _found.setdefault(type(target), _Verdicts())
     config = _key(target), batch_size
     key = config, *(verdicts.settings(piece) for piece in custom)
@@ -120,7 +123,7 @@ def _tried(
             memory.restore()
     if counting:
         capability = Capability(
-            VerifyMode.PLAIN, f"{counting[0]} changes with each of its calls, of which drafting makes others"
+            VerifyMode.PLAIN, f"{counting[0]} changes with each of its calls, and drafting calls it differently"
         )
     verdicts.keep((config, *(verdicts.settings(piece) for piece in custom)), capability)
     return capability
@@ -139,11 +142,14 @@ def _try_out(
     known: Capability | None = None,
     custom: Sequence[CustomCode] = (),
 ) -> Capability:
-    """What a target can verify, by a trial now.
+    """Probe a target.
 
     Args:
-        known: What is known of the target without custom code, and so the most that it can verify.
-        custom: Code to name where it is to blame.
+        target: The target.
+        device: Device of the inputs.
+        batch_size: Number of sequences.
+        known: What the target can verify without custom code, if known, which is the most that it can with it.
+        custom: Custom code, to be named in the reason.
     """
     name = " with ".join([type(target).__name__, *(piece.name for piece in custom[:1])])
     with _undisturbed(target):
@@ -168,17 +174,17 @@ def _try_out(
 
 
 def _fault(test) -> str | None:
-    """What is wrong, in words: too large a difference, or what was raised."""
+    """Return what is wrong, for messages (a large difference, or an exception), or `None`."""
     try:
         return test()
-    except Exception as error:  # whatever the model does not like about it
+    except Exception as error:  # any error of the model counts
         first_line = str(error).strip().split("\n")[0]
         return f"{type(error).__name__}: {first_line}"[:200]
 
 
 @contextmanager
 def _undisturbed(target: PreTrainedModel) -> Iterator[None]:
-    """Without dropout, gradients and compiled code; modes are put back module by module."""
+    """Turn off dropout, gradients and compiled code inside the block; each module's mode is restored."""
     training = [module for module in target.modules() if module.training]
     for module in training:
         module.training = False
@@ -191,13 +197,15 @@ def _undisturbed(target: PreTrainedModel) -> Iterator[None]:
 
 
 class _Trial:
-    """Forwards of a target over made-up ids, each on a short cache of its own.
+    """Forwards of a target over made-up ids, each with its own short cache.
 
-    All sequences are alike but for what hooks make of them.
+    All sequences have the same ids; only hooks may treat them differently.
 
     Args:
+        target: The target.
+        device: Device of the inputs.
         batch_size: B.
-        half_most: Greatest difference in half precision.
+        half_most: The largest tolerance in half precision.
     """
 
     def __init__(
@@ -220,7 +228,7 @@ class _Trial:
         return _PROMPT + max(windows, default=0)
 
     def _made_up_ids(self, count: int) -> list[int]:
-        """Ordinary tokens: none that stand for an image, nor any other that the config names."""
+        """Return ids of ordinary tokens: no placeholders of images, nor any other ids in the config."""
         configs = [vars(self._target.config), vars(self._config)]
         special = {value for fields in configs for name, value in fields.items() if "token" in name and _is_id(value)}
         ordinary = [token for token in range(self._config.vocab_size - 1, 0, -1) if token not in special]
@@ -231,12 +239,12 @@ class _Trial:
         return DynamicCache(config=self._config)
 
     def tree(self) -> str | None:
-        """Two branches in one forward against each path alone, the second of them step by step."""
+        """Compare two branches in one forward with each path alone, the second of them step by step."""
         size, second = 1 + 2 * _BRANCH + _FILLING, 1 + _BRANCH + _FILLING
         parents = [-1, *range(_BRANCH), *[0] * _FILLING, 0, *range(second, size - 1)]
-        tokens = self._batch([self._root, *self._left, *self._filling, *self._right])
+        tokens = self._ids([self._root, *self._left, *self._filling, *self._right])
         flat = DraftTree.chain(tokens)
-        tree = DraftTree(tokens, self._batch(parents), flat.num_nodes, flat.scores, flat.log_probs)
+        tree = DraftTree(tokens, self._ids(parents), flat.num_nodes, flat.scores, flat.log_probs)
         found = self._start(TREE)[0].verify(tree).logits[:, -size:]
         left, right = ([self._root, *branch] for branch in (self._left, self._right))
         fault = self._difference(found[:, second:], self._steps(right)[0][:, 1:], right)
@@ -245,7 +253,7 @@ class _Trial:
         return fault
 
     def chain(self) -> str | None:
-        """A chain of which half is taken back, and the next ones, against single steps."""
+        """Compare chains, of which parts are rejected, with single steps."""
         text = [self._root, *self._left, *self._right]
         wrong = self._filling[:2]
         parts = [(text[:2] + wrong, 2), (text[2:4] + wrong, 2), (text[4:], len(text) - 4)]
@@ -257,25 +265,25 @@ class _Trial:
         return self._difference(found, steps, text)
 
     def _difference(self, found: torch.Tensor, steps: torch.Tensor, path: list[int]) -> str | None:
-        """Logits (B, n, V) of the last n tokens of a path against those that plain decoding has for it."""
+        """Compare logits (B, n, V) of the last n tokens of a path with those of plain decoding."""
         at_once = None if self._dtype in _ROUNDING else self._at_once(path)[:, -steps.shape[1] :].flatten(0, 1)
         return _difference(self._dtype, found.flatten(0, 1), steps.flatten(0, 1), at_once, self._half_most)
 
     def _steps(self, path: list[int]) -> tuple[torch.Tensor, Any]:
-        """(B, n, V) logits as plain decoding computes them, kwargs stepped by the model's own code; and the cache."""
-        target, ids = self._target, self._batch(self._prompt)
+        """Return logits (B, n, V) of plain decoding, with the model's own updates of kwargs, and the cache."""
+        target, ids = self._target, self._ids(self._prompt)
         kwargs, logits = self._kwargs(ids, 1), []
         outputs = target._prefill(ids, GenerationConfig(), kwargs)
         for token in path:
             kwargs = target._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
-            ids = torch.cat([ids, self._batch([token])], dim=1)
+            ids = torch.cat([ids, self._ids([token])], dim=1)
             inputs = target.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
             outputs = target(**inputs, return_dict=True)
             logits.append(outputs.logits[:, -1:])
         return torch.cat(logits, dim=1), outputs[CACHE_KEY]
 
     def _in_parts(self, parts: Sequence[tuple[list[int], int]]) -> tuple[torch.Tensor, Any]:
-        """(B, n, V) logits of the tokens kept of each part, one forward a part; and the cache after all."""
+        """Return logits (B, n, V) of the kept tokens of each part, from one forward per part, and the cache."""
         capability = Capability(VerifyMode.CHAIN, restores=self.restores)
         (run, batch), logits = self._start(capability), []
         for sequence in batch:
@@ -283,20 +291,20 @@ class _Trial:
                 for token in tokens[:kept]:
                     sequence.append(token)
         for tokens, kept in parts:
-            outputs = run.verify(DraftTree.chain(self._batch(tokens)))
+            outputs = run.verify(DraftTree.chain(self._ids(tokens)))
             logits.append(outputs.logits[:, -len(tokens) :][:, :kept])
             run.keep([list(range(kept))] * self._batch_size, len(tokens), [end + kept for end in batch.cache_lens], 0)
         return torch.cat(logits, dim=1), run.cache
 
     def _at_once(self, path: list[int]) -> torch.Tensor:
-        """(B, n, V) logits along one path behind the prompt, in one forward from an empty cache."""
-        ids, capability = self._batch([*self._prompt, *path]), Capability(VerifyMode.CHAIN, restores=self.restores)
+        """Return logits (B, n, V) along one path after the prompt, from one forward with an empty cache."""
+        ids, capability = self._ids([*self._prompt, *path]), Capability(VerifyMode.CHAIN, restores=self.restores)
         run = TargetRun(self._target, GenerationConfig(), self._kwargs(ids, len(path)), Batch(ids), capability)
         return run.prefill(ids).logits[:, -len(path) :]
 
     def _start(self, capability: Capability) -> tuple[TargetRun, Batch]:
-        """A run after its prefill, and its sequences."""
-        ids = self._batch(self._prompt)
+        """Return a run after its prefill, and its sequences."""
+        ids = self._ids(self._prompt)
         batch = Batch(ids)
         run = TargetRun(self._target, GenerationConfig(), self._kwargs(ids, 1), batch, capability)
         run.prefill(ids)
@@ -312,7 +320,7 @@ class _Trial:
             kwargs["logits_to_keep"] = logits
         return kwargs
 
-    def _batch(self, ids: list[int]) -> torch.Tensor:
+    def _ids(self, ids: list[int]) -> torch.Tensor:
         return torch.tensor([ids], device=self._device).repeat(self._batch_size, 1)
 
 
@@ -331,12 +339,14 @@ def _difference(
     other: torch.Tensor | None = None,
     half_most: float = _HALF_MOST,
 ) -> str | None:
-    """How far logits (n, V) are apart, where it is more than rounding.
+    """Return the difference of logits (n, V), for messages, or `None` if rounding explains it.
 
     Args:
-        dtype: In which the target computes.
-        other: The right ones in half precision, computed in another way that is plain decoding's own.
-        half_most: Greatest difference in half precision, whatever the other ones say.
+        dtype: Data type in which the target computes.
+        found: The logits to test.
+        right: Those of plain decoding.
+        other: In half precision, those of plain decoding computed in another way.
+        half_most: The largest tolerance in half precision, whatever `other` says.
     """
     found, right = _wide(found), _wide(right)
     if other is None:
@@ -352,10 +362,10 @@ def _difference(
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
-    """At least in float32; not in float64 as a matter of course, which some devices (MPS) lack."""
+    """Convert to float32 or wider. Not always to float64, which some devices (MPS) lack."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _typical(logits: torch.Tensor) -> float:
-    """The median token's root mean square."""
+    """Return the median over tokens of the root mean square."""
     return logits.square().mean(-1).sqrt().median().item()

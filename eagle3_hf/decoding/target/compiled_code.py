@@ -1,9 +1,9 @@
-"""A compiled target's own code, for the threads that draft with it.
+"""Running the uncompiled code of a compiled target, in the threads that draft with it.
 
-Compiled code asks neither our hooks nor our masks, and the switches of torch (`torch.compiler.set_stance`) are of the
-whole process. Here only the compiled callables of this target are replaced, by functions that look at the thread:
-threads inside the block run the module's own code, all others the compiled code, and every other model stays compiled.
-The last thread out puts the callables back.
+Compiled code calls neither our hooks nor our mask functions, and the switches of torch (`torch.compiler.set_stance`)
+affect the whole process. So only the compiled callables of this target are replaced, by functions that depend on the
+thread: threads inside the block run the module's own code, all others the compiled code, and other models stay
+compiled. The last thread that leaves the block restores the callables.
 """
 
 import functools
@@ -27,7 +27,7 @@ _CALL = "_compiled_call_impl"  # what `module.compile()` sets
 
 
 class _Slot(NamedTuple):
-    """Where a compiled callable is, and the code that it was made from."""
+    """The attribute that holds a compiled callable, and the code that was compiled."""
 
     module: nn.Module
     name: str
@@ -36,7 +36,7 @@ class _Slot(NamedTuple):
 
 
 class _Switch:
-    """Stands in a slot while threads draft: these run the module's own code, all others the compiled code."""
+    """Replaces a compiled callable while threads draft: they run the module's own code, others the compiled code."""
 
     def __init__(self, slot: _Slot):
         self.slot = slot
@@ -56,7 +56,7 @@ class _Switch:
         self.slot.module.__dict__[self.slot.name] = self.function
 
     def take_out(self) -> None:
-        """Unless somebody has put something else there since."""
+        """Restore the compiled callable, unless other code has replaced ours since."""
         fields, name = self.slot.module.__dict__, self.slot.name
         if fields.get(name) is not self.function:
             return
@@ -75,7 +75,7 @@ def uncompiled(target: PreTrainedModel) -> Iterator[None]:
     """Run a compiled target's own code in this block, in this thread alone.
 
     Raises:
-        ValueError: a module whose compiled forward is wrapped in a function, so that its own code cannot be reached.
+        ValueError: a compiled forward is wrapped in a function, so that its own code cannot be reached.
     """
     with _lock:
         slots = [slot for module in target.modules() for slot in _slots(module)]
@@ -83,8 +83,8 @@ def uncompiled(target: PreTrainedModel) -> Iterator[None]:
     try:
         if entered:
             logger.warning_once(
-                f"{type(target).__name__} is compiled; beside a draft head it runs uncompiled, since a compiled "
-                "forward can neither be read nor be shown a tree. The text is the same."
+                f"{type(target).__name__} is compiled, but with a draft head it runs uncompiled, since hooks and tree "
+                "attention do not reach a compiled forward. The text is the same."
             )
         yield
     finally:
@@ -114,7 +114,7 @@ def _leave(switch: _Switch) -> None:
 
 
 def _slots(module: nn.Module) -> Iterator[_Slot]:
-    """The compiled callables of one module."""
+    """Yield the compiled callables of one module."""
     fields = module.__dict__
     if fields.get(_CALL) is not None:
         yield _Slot(module, _CALL, fields[_CALL], module._call_impl)
@@ -129,7 +129,7 @@ def _slots(module: nn.Module) -> Iterator[_Slot]:
 
 
 def _forward_slot(module: nn.Module, name: str, found: Any) -> Iterator[_Slot]:
-    """A slot for a callable that says it was compiled: a compiled one, a switch of ours, or a wrapper of either."""
+    """Yield the slot of a callable with the attributes of a compiled one: that, a switch of ours, or a wrapper."""
     switch = _switches.get((id(module), name))
     if switch is not None and found is switch.function:
         yield _Slot(module, name, found, switch.slot.own)
@@ -142,18 +142,18 @@ def _forward_slot(module: nn.Module, name: str, found: Any) -> Iterator[_Slot]:
     elif not _is_wrapped_by_accelerate(module, name, found):
         raise ValueError(
             f"the compiled {name} of a {type(module).__name__} in the target is wrapped in another function, so its "
-            "own code cannot be reached, and compiled code can neither be read nor be shown a tree: wrap it before "
+            "own code cannot be reached, and hooks and tree attention do not reach compiled code: wrap it before "
             "compiling, or use module.compile()"
         )
 
 
 def _is_compiled(found: Any) -> bool:
-    """Whether torch.compile made this itself: `functools.wraps` hands its attributes on to wrappers around it."""
+    """Return whether torch.compile made this, and it is not a wrapper to which `functools.wraps` copied attributes."""
     return getattr(found, "__wrapped__", None) is found._torchdynamo_orig_callable
 
 
 def _is_wrapped_by_accelerate(module: nn.Module, name: str, found: Any) -> bool:
-    """Whether this is a forward around `_old_forward`, which has a slot of its own."""
+    """Return whether this forward wraps `_old_forward`, which has its own slot."""
     switch = _switches.get((id(module), "_old_forward"))
     inner = module.__dict__.get("_old_forward") if switch is None else switch.slot.compiled
     return name == "forward" and inner is not None and getattr(found, "__wrapped__", None) is inner

@@ -1,8 +1,8 @@
-"""Code of others in a target's forward: hooks, exchanged forwards, classes from elsewhere.
+"""Finding custom code in a target's forward: hooks, replaced methods, classes that are not of transformers.
 
-Decoding takes for granted that a forward depends on ids, mask, positions and cache alone. A hook that adds a vector at
-the newest position, or acts on one-token forwards only, breaks that, and nothing in the config says so. What stands
-here finds such code, names it, and tells one set of it from another; `proof` tries it.
+Verification assumes that a forward only depends on ids, mask, positions and cache. A hook that adds a vector at the
+newest position, or only acts on forwards over one token, breaks this, and the config does not tell. This module finds
+and names such code; `capability_probe.py` tests it.
 """
 
 import functools
@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from .hook_memory import MODEL_CODE, identity_of, root_package
 
 
-# Hooks of peft are tried, but for those that choose an adapter for each sequence: activated LoRA counts its positions
-# from the end of each forward.
+# Hooks of peft are tested (activated LoRA counts positions from the end of each forward), except those that choose an
+# adapter for each sequence.
 _HOOK_CODE = MODEL_CODE - {"peft"}
 _HOOKS_OF_PEFT = {"_adapter_names_pre_forward_hook"}
 
@@ -30,8 +30,8 @@ class CustomCode(NamedTuple):
     """One piece of custom code.
 
     Attributes:
-        name: in words, for messages.
-        code: the hook, function or class.
+        name: Description for messages.
+        code: The hook, function or class.
     """
 
     name: str
@@ -39,14 +39,14 @@ class CustomCode(NamedTuple):
 
     @property
     def identity(self) -> tuple:
-        """Equal for pieces of the same code in the same place: a closure made anew for each call is the same piece."""
+        """Equal for the same code in the same place, even if it is a closure that is created anew for each call."""
         return self.name, identity_of(self.code)
 
 
 def custom_code(target: PreTrainedModel) -> list[CustomCode]:
-    """The code in a target's forward that is neither transformers' nor of a package known to leave positions alone.
+    """Return the code in a target's forward that is not of transformers or another package known to be harmless.
 
-    Not custom: hooks by which transformers captures outputs, our own, those of accelerate and of FSDP.
+    Hooks by which transformers captures outputs, our own, and those of accelerate and FSDP are not custom code.
     """
     found = [CustomCode(f"the global hook {_name(hook)}", hook) for hook in _global_hooks() if _is_custom(hook)]
     classes: dict[type, bool] = {}
@@ -65,13 +65,13 @@ def custom_code(target: PreTrainedModel) -> list[CustomCode]:
 def _of_module(target: nn.Module, module: nn.Module) -> Iterator[CustomCode]:
     own = module.__dict__
     place = next(path for path, other in target.named_modules() if other is module) or type(target).__name__
-    # Copies at once: another thread may add hooks meanwhile, as ours do around each call.
+    # Copies, since another thread may add hooks meanwhile.
     for hook in [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]:
         if _is_custom(hook):
             yield CustomCode(f"the forward hook {_name(hook)} on {place}", hook)
     for method in _METHODS & own.keys():
         if not _is_model_code(own[method]):
-            yield CustomCode(f"the exchanged {method} of {place}", own[method])
+            yield CustomCode(f"the replaced {method} of {place}", own[method])
     hook = own.get(_ACCELERATE_HOOK)  # accelerate runs hooks of any origin
     for part in getattr(hook, "hooks", [hook] if hook is not None else []):
         if root_package(type(part).__module__) not in _HOOK_CODE:
@@ -90,7 +90,7 @@ def _is_custom(hook: Any) -> bool:
 def _is_custom_class(kind: type) -> bool:
     if any(root_package(base.__module__) not in MODEL_CODE for base in kind.__mro__):
         return True
-    return not _is_model_code(getattr(kind, "forward", None))  # a method that was exchanged on the class
+    return not _is_model_code(getattr(kind, "forward", None))  # a method that was replaced on the class
 
 
 def _is_model_code(function: Any) -> bool:
@@ -99,12 +99,12 @@ def _is_model_code(function: Any) -> bool:
 
 
 def _is_of_quantizer(target: PreTrainedModel, module: nn.Module) -> bool:
-    """A quantised model's linear layers are those of its quantiser's package."""
+    """Return whether a module is a layer of a quantized model, which belongs to the quantizer's package."""
     return getattr(target, "is_quantized", False) and next(module.children(), None) is None
 
 
 def _origin(code: Any) -> str:
-    """The package that a callable's code is from; `functools.wraps` does not hide it."""
+    """Return the package of a callable's code, also if `functools.wraps` has copied another name to it."""
     while isinstance(code, functools.partial):
         code = code.func
     function = getattr(code, "__func__", code)

@@ -1,7 +1,7 @@
-"""What a hook remembers between its calls, as far as plain Python values show it.
+"""The state that a hook keeps between its calls, as far as it consists of Python values.
 
-By these values one set of hooks is told from another, a hook that counts its calls is known, and a trial that calls
-hooks leaves nothing behind.
+By these values, the capability probe distinguishes differently configured hooks, recognizes hooks that count their
+calls, and restores the state after calling them.
 """
 
 import functools
@@ -18,14 +18,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-# Packages whose code in a forward is a model's own, distributes it, or is ours.
+# Packages whose code in a forward is a model's own, distributes the model, or is ours.
 MODEL_CODE = {"torch", "transformers", "accelerate", "peft", "eagle3_hf", "builtins", "abc", "typing"}
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, deque)
 _MOST_SETTINGS = 16  # longer lists and dicts are records rather than settings
 _MOST_LOOKED_INTO = 1000
-_MOST_NUMBERS = 1 << 16  # of a tensor that is told apart by its content
+_MOST_NUMBERS = 1 << 16  # in a tensor that is compared by its content
 _DEEPEST = 2  # from a hook to the objects that it holds, to those that these hold
 
 
@@ -34,7 +34,7 @@ def root_package(module_name: str) -> str:
 
 
 def identity_of(code: Any) -> Any:
-    """What is equal for two callables of the same code."""
+    """Return a value that is equal for two callables of the same code."""
     if isinstance(code, functools.partial):
         return identity_of(code.func)
     if isinstance(code, types.MethodType):
@@ -46,9 +46,10 @@ class _Value(NamedTuple):
     """A value that a hook can reach.
 
     Attributes:
-        holder: a dict or a closure's cell.
-        name: in the holder; of a cell, the variable's.
-        value, setting: at first sight.
+        holder: A dict or a closure's cell.
+        name: Key in the dict, or name of the variable.
+        value: The value when it was found.
+        setting: A hashable stand-in for it.
     """
 
     holder: Any
@@ -67,10 +68,10 @@ class _Value(NamedTuple):
 
 
 class Memory:
-    """The Python values that a hook can reach and change: its closure, its object, the globals that it names.
+    """The Python values that a hook can reach and change: in its closure, its object and the globals that it uses.
 
     Args:
-        hook: any callable, or a class, which remembers nothing.
+        hook: Any callable, or a class, which has no state.
     """
 
     def __init__(self, hook: Any):
@@ -81,20 +82,20 @@ class Memory:
             self._look_into(hook, 0)
 
     def settings(self, without: AbstractSet[str] = frozenset()) -> tuple:
-        """What the values were at first sight, hashable."""
+        """Return the values when they were found, as hashable stand-ins."""
         return tuple((value.name, value.setting) for value in self._values if value.name not in without)
 
     def changed(self) -> set[str]:
-        """Names whose values are no longer what they were."""
+        """Return the names of values that have changed."""
         return {value.name for value in self._values if _setting(value.now()) != value.setting}
 
     def has_counted(self) -> bool:
-        """Whether a number, text or flag has changed; what was only added, and tensors, do not count."""
+        """Return whether a number, text or flag has changed. Added values and tensors do not count."""
         values = [(value.value, value.now()) for value in self._values]
         return any(_scalars_differ(*pair) for pair in [*values, *self._entries()])
 
     def restore(self) -> None:
-        """Put all back as it was at first sight. (Tensors changed in place stay changed.)"""
+        """Restore all values. (Tensors that were changed in place stay changed.)"""
         for container, copy in self._contents:
             if not _same_items(container, copy):
                 container.clear()
@@ -104,7 +105,7 @@ class Memory:
                 value.put_back()
 
     def _entries(self) -> Iterator[tuple[Any, Any]]:
-        """Entries of containers: as they were and as they are."""
+        """Yield the entries of containers, before and now."""
         for container, copy in self._contents:
             if isinstance(copy, dict):
                 yield from ((entry, container.get(name)) for name, entry in copy.items())
@@ -159,13 +160,13 @@ class Memory:
 
 
 def _is_looked_into(kind: type) -> bool:
-    """Not what an object of a library keeps for itself (a logger's handlers): that is not the hook's to put back."""
+    """Return whether objects of a class are searched: not those of libraries, such as a logger's handlers."""
     root = root_package(kind.__module__)
     return kind is types.SimpleNamespace or (root not in MODEL_CODE and root not in sys.stdlib_module_names)
 
 
 def _setting(value: Any) -> Any:
-    """A hashable stand-in for a value; unknown objects are all alike."""
+    """Return a hashable stand-in for a value. Unknown objects of one class have the same."""
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, torch.Tensor):
@@ -177,7 +178,7 @@ def _setting(value: Any) -> Any:
 
 
 def _of_tensor(tensor: torch.Tensor) -> Any:
-    """By content where that is small, such as a vector that is made anew for each call."""
+    """Return a stand-in by content for a small tensor, such as a vector that is created anew for each call."""
     if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel() <= _MOST_NUMBERS:
         content = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
         return tuple(tensor.shape), tensor.dtype, hash(content.numpy().tobytes())

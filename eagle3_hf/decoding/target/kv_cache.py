@@ -1,9 +1,9 @@
-"""Keep the accepted paths of verified trees in a key-value cache of transformers, and drop the rest.
+"""Keeping the accepted paths of verified trees in a key-value cache of transformers, and dropping the other nodes.
 
-A verification forward appends one entry per tree node behind the committed ones. `keep_paths` moves the accepted
-nodes' entries to the end of each sequence's committed ones, in place, and cuts what follows: the cost depends on the
-paths, not on the text. Sliding-window layers must not evict while a tree is in the cache; `prepare` sees to that,
-`finish` undoes it.
+A verification appends one entry for each tree node behind the committed ones. `keep_paths` moves the entries of the
+accepted nodes to the end of each sequence's committed ones, in place, and cuts off what follows, so that the cost
+depends on the paths and not on the text. Sliding-window layers must not evict while a tree is in the cache: `prepare`
+prevents it, and `finish` restores the layers.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ from .static_cache import RoomyLayer, give_back_room, make_room
 
 
 class _TreeWindowLayer(DynamicSlidingWindowLayer):
-    """A sliding layer that evicts nothing by itself; each `keep_paths` cuts it to what a sequence can still see.
+    """A sliding layer that evicts nothing by itself. Each `keep_paths` cuts it to what a sequence can still attend to.
 
-    It lives between `prepare` and `finish` only, by exchanging the class of the user's layer: the layer stays the same
+    It is only used between `prepare` and `finish`, by changing the class of the user's layer, which stays the same
     object with the same fields.
     """
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Full layers grow without eviction; the window's own `update` is what must not run.
+        # This is the `update` of full layers, which evicts nothing.
         keys, values = super(DynamicSlidingWindowLayer, self).update(key_states, value_states, *args, **kwargs)
         self.cumulative_length += key_states.shape[2]
         return keys, values
@@ -44,7 +44,7 @@ class _TreeWindowLayer(DynamicSlidingWindowLayer):
 
 
 class _Moves:
-    """Where the entries of the accepted nodes are, and where they go, by slots.
+    """The slots from which and to which the entries of the accepted nodes move.
 
     Args:
         cache_lens: Committed slots of each sequence.
@@ -54,7 +54,7 @@ class _Moves:
     def __init__(self, cache_lens: Sequence[int], paths: Sequence[Sequence[int]]):
         start, longest = max(cache_lens), max(map(len, paths))
         moves = [_padded_moves(own, path, start, longest) for own, path in zip(cache_lens, paths, strict=True)]
-        # Leading entries often stand where they belong: all of them, where the best chain was accepted.
+        # Leading entries are often in the right slots already: all of them, if the best chain was accepted.
         self._count = longest - next(
             (i for i in range(longest) if any(own[i][0] != own[i][1] for own in moves)), longest
         )
@@ -84,12 +84,12 @@ class _Moves:
 
 
 def _padded_moves(cache_len: int, path: Sequence[int], tree_start: int, length: int) -> list[tuple[int, int]]:
-    """From slot to slot for each node of a sequence's path; shorter paths make their last move several times."""
+    """Return (from, to) for each node of a sequence's path. Shorter paths repeat their last move up to `length`."""
     moves = [(tree_start + node, cache_len + i) for i, node in enumerate(path)] or [(tree_start, tree_start)]
     return moves + moves[-1:] * (length - len(moves))
 
 
-# By exact class: a subclass stores more than keys and values (quantized residuals, indexer keys, recurrent states).
+# Exact classes, since a subclass may store more than keys and values (quantized residuals, recurrent states).
 _KNOWN: set[type] = {
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -102,9 +102,9 @@ _EMPTY = tuple(getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr
 
 
 def supported(cache: Any) -> str | None:
-    """Why a draft tree cannot be verified on this cache, or `None` if it can.
+    """Return why a draft tree cannot be verified on this cache, or `None` if it can.
 
-    Known: dynamic and static layers, full or sliding, and layers that share another layer's entries.
+    Supported are dynamic and static layers, full or sliding, and layers that share another layer's entries.
     """
     if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
         return f"{type(cache).__name__} is not a cache of layers that transformers can roll back"
@@ -116,7 +116,7 @@ def supported(cache: Any) -> str | None:
 
 
 def _layer_reason(layer: Any) -> str | None:
-    # `prepare` exchanges static windows for the length of a call.
+    # `prepare` replaces static windows for the duration of a call.
     if type(layer) in (*_KNOWN, *_EMPTY, StaticSlidingWindowLayer):
         return None
     name = type(layer).__name__
@@ -128,14 +128,19 @@ def _layer_reason(layer: Any) -> str | None:
 
 
 def require_supported(cache: Any) -> None:
-    """Raise a ValueError with the reason where `supported` gives one."""
+    """Raise a ValueError if the cache is not supported, with the reason."""
     reason = supported(cache)
     if reason is not None:
         raise ValueError(f"a draft tree cannot be verified on this cache: {reason}")
 
 
 def key_columns(cache: Cache, layer_types: Sequence[str] | None) -> list[KeyColumns]:
-    """What plain decoding shows of each layer's keys; layers that share another's are of a kind with it."""
+    """Return the keys of each layer for which plain decoding returns attention weights.
+
+    Args:
+        cache: The cache.
+        layer_types: The target's layer types. A layer without entries has the keys of the first one of its type.
+    """
     found: list[KeyColumns] = []
     for index, layer in enumerate(cache.layers):
         if type(layer) in _EMPTY and layer_types is not None:
@@ -150,12 +155,13 @@ def key_columns(cache: Cache, layer_types: Sequence[str] | None) -> list[KeyColu
 
 
 def prepare(cache: Cache, free_slots: int = 0) -> None:
-    """Ask the cache to keep what a rejected tree would have evicted.
+    """Prevent rejected trees from evicting entries.
 
-    To be called after the prefill, so that the prompt is stored as plain decoding stores it.
+    This must be called after the prefill, so that the prompt is stored as in plain decoding.
 
     Args:
-        free_slots: Slots that text and trees may take from here on; static caches need them beforehand.
+        cache: The cache.
+        free_slots: The number of slots that text and trees may fill from here on, which static caches must reserve.
     """
     make_room(cache, free_slots)
     for layer in cache.layers:
@@ -164,10 +170,11 @@ def prepare(cache: Cache, free_slots: int = 0) -> None:
 
 
 def finish(cache: Cache, kept: bool = True) -> None:
-    """Undo `prepare`: the cache evicts and measures as one that no tree ever entered.
+    """Undo `prepare`: the cache is then as if no tree had entered it.
 
     Args:
-        kept: Whether anybody sees the cache afterwards; else nothing is copied for it.
+        cache: The cache.
+        kept: Whether the cache is used afterwards. If not, nothing is copied back to it.
     """
     _wait_for_copies(cache)
     give_back_room(cache, kept)
@@ -184,12 +191,12 @@ def finish(cache: Cache, kept: bool = True) -> None:
 
 
 def _layers(cache: Cache) -> list[Any]:
-    """The layers, whose tensors transformers types as optional."""
+    """Return the layers, untyped: their tensors are optional for the type checker."""
     return cache.layers
 
 
 def _wait_for_copies(cache: Cache) -> None:
-    """Offloaded layers are copied to the host in the background: wait before touching them."""
+    """Wait until offloaded layers have been copied to the host, which happens in the background."""
     if getattr(cache, "offloading", False) and torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
@@ -239,14 +246,14 @@ def keep_paths(
 
 
 def drop_unfinished(cache: Cache, length: int) -> None:
-    """After a forward that was broken off: every layer holds `length` slots, whether it had run by then or not."""
+    """Cut every layer to `length` slots after an interrupted forward, which only some layers have run."""
     for layer in cache.layers:
         if _has_entries(layer):
             _drop_last(layer, _slots_held(layer) - length)
 
 
 def _slots_held(layer: Any) -> int:
-    """Slots written so far, evicted ones included."""
+    """Return the number of slots written so far, evicted ones included."""
     if isinstance(layer, StaticLayer | DynamicSlidingWindowLayer):
         return int(layer.cumulative_length)
     return layer.keys.shape[2]

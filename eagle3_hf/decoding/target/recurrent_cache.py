@@ -1,7 +1,7 @@
-"""Put a cache with recurrent or convolutional states back to where it was before a draft that was not all accepted.
+"""Restoring a cache with recurrent or convolutional states after a draft of which not all was accepted.
 
 Such states cannot be cut to fewer tokens, so they are copied before a verification. Entries of attention layers need
-no copy: dynamic layers write every update into new memory, so the tensors of before are still what they were.
+no copy: dynamic layers write every update into new memory, so that the earlier tensors are unchanged.
 """
 
 from typing import Any
@@ -18,23 +18,24 @@ _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_
 
 
 def has_states(cache: Any) -> bool:
-    """Whether a layer of the cache keeps a state instead of one entry a token."""
+    """Return whether a layer of the cache keeps a state instead of one entry per token."""
     return isinstance(cache, Cache) and any(_is_stateful(layer) for layer in getattr(cache, "layers", ()))
 
 
 def has_entries(cache: Cache) -> bool:
-    """Whether any layer keeps one entry a token, so that the cache knows how many it has seen."""
+    """Return whether any layer keeps one entry per token, so that the cache knows their number."""
     return any(hasattr(layer, "keys") for layer in cache.layers)
 
 
 def require_restorable(cache: Any) -> None:
-    """Raise a ValueError where a layer of the cache cannot be put back."""
+    """Raise a ValueError if a layer of the cache cannot be restored."""
     for index, layer in enumerate(cache.layers):
-        attention = isinstance(layer, DynamicLayer) or not hasattr(layer, "keys")
-        if not (_is_stateful(layer) and attention) and not _is_known(layer):
+        writes_new_memory = isinstance(layer, DynamicLayer) or not hasattr(layer, "keys")
+        is_known = _is_stateful(layer) or supported(Cache(layers=[layer])) is None
+        if not (writes_new_memory and is_known):
             raise ValueError(
                 f"a draft cannot be verified on this cache: layer {index} is a {type(layer).__name__}, which cannot "
-                "be put back as it was: use the default cache"
+                "be restored: use the default cache"
             )
 
 
@@ -42,13 +43,8 @@ def _is_stateful(layer: Any) -> bool:
     return all(hasattr(layer, name) for name in _STATES)
 
 
-def _is_known(layer: Any) -> bool:
-    holder = Cache(layers=[layer])
-    return supported(holder) is None and (isinstance(layer, DynamicLayer) or not hasattr(layer, "keys"))
-
-
 def state_difference(cache: Cache, other: Cache) -> float:
-    """How far the states of two caches are apart: the largest of all layers, relative to the layer's own."""
+    """Return the largest difference of the states of two caches in any layer, relative to the state's norm."""
     worst = 0.0
     for layer, other_layer in zip(cache.layers, other.layers, strict=True):
         for found, right in zip(_states(layer), _states(other_layer), strict=True):
@@ -67,7 +63,7 @@ def _states(layer: Any) -> list[torch.Tensor]:
 
 
 class Snapshot:
-    """What a cache held when this was made; can be restored any number of times."""
+    """The content of a cache when this was created. It can be restored any number of times."""
 
     def __init__(self, cache: Cache):
         self._layers = [_LayerSnapshot(layer) for layer in cache.layers]
@@ -90,7 +86,7 @@ class _LayerSnapshot:
             setattr(layer, name, _put_back(getattr(layer, name), saved))
 
 
-# A layer's states are one tensor or, in newer versions, several by number; its flags likewise.
+# A layer's states are a tensor or, in newer versions of transformers, a dict of them; its flags likewise.
 def _copied(states: Any) -> Any:
     if isinstance(states, dict):
         return {at: _copied(state) for at, state in states.items()}
@@ -98,7 +94,7 @@ def _copied(states: Any) -> Any:
 
 
 def _put_back(states: Any, saved: Any) -> Any:
-    """`saved`, in the memory of `states` where that is a tensor: compiled graphs hold its address."""
+    """Return `saved`, written into the memory of `states` if it is a tensor: compiled graphs hold its address."""
     if isinstance(saved, dict):
         return {at: _put_back(states[at], state) for at, state in saved.items()}
     if isinstance(saved, torch.Tensor):

@@ -1,8 +1,8 @@
-"""The target's side of a call: its prefill, its forwards over draft trees, and its cache, of which paths are kept.
+"""The target's side of a call: its prefill, its forwards over draft trees, and its cache.
 
-Sequences end at different *slots* of the cache, left-aligned: nodes of all trees stand behind the longest sequence,
-and the entries of a sequence's path are then moved to its own end. Nothing that is committed ever moves, the cache
-grows with the longest sequence, and a slot is a column of the ids.
+Sequences begin at the same *slot* of the cache and end at different ones. The nodes of all trees are behind the
+longest sequence, and the entries of the accepted paths are then moved to the end of their sequences. Committed entries
+never move, the cache grows with the longest sequence, and a slot is a column of the ids.
 """
 
 import inspect
@@ -25,30 +25,30 @@ from .synced_gpus import SyncedGpus
 from .tree_attention import maskable_attention, tree_attention
 
 
-# Accepted tokens that a restored cache may still lack; they are fed again with every chain until one is all accepted.
+# The most accepted tokens that a restored cache may lack. They are fed with every chain until all of one is accepted.
 _MOST_FED_AGAIN = 16
 # Renamed in transformers 5.24, in forward, in model kwargs and in outputs alike.
 CACHE_KEY = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
-# Before transformers did, any cache may be one that the user brought.
+# In earlier versions of transformers, any cache may be the user's.
 _BROUGHT_CACHES_ARE_MARKED = "_is_user_defined" in inspect.getsource(GenerationMixin._prepare_cache_for_generation)
 
 
 class TargetRun:
-    """One call's target.
+    """The target in one call.
 
     Args:
-        target: Left as it was.
+        target: The model, which is left as it was.
         config: The call's generation config.
-        model_kwargs: What `generate` hands to a decoding method.
-        batch: The sequences, whose `cache_len` this keeps.
-        capability: What the target can verify. Of a chain all sequences keep equally much.
+        model_kwargs: The model kwargs that `generate` passes to a decoding method.
+        batch: The sequences, whose `cache_len` is set here.
+        capability: What the target can verify. If these are chains, all sequences keep the same number of nodes.
         synced: Other processes that take part in every forward.
 
     Attributes:
-        capacity: Slots that the text may fill, of a static cache.
-        forgets: The model decodes without its past: it has put an empty cache in the place of the call's (Phi-3 at
-            its change of frequencies) or writes none (gradient checkpointing in training mode), both in earlier
-            versions of transformers. Plain decoding goes on like that, so it is done token by token.
+        capacity: The number of slots that the text can fill, if the cache is static.
+        forgets: Whether the model decodes without its past. In earlier versions of transformers, a model may replace
+            the call's cache by an empty one (Phi-3, when its frequencies change) or not fill it (gradient
+            checkpointing in training mode). Plain decoding goes on like that, so decoding goes on token by token.
     """
 
     def __init__(
@@ -66,24 +66,25 @@ class TargetRun:
         self.capacity: int | None = None
         self.forgets = False
         self._batch = batch
-        self._first_len = 0  # slots after the prefill
-        self._new_tokens = 0  # the most of this call
+        self._first_len = 0  # number of slots after the prefill
+        self._new_tokens = 0  # the call's largest number of new tokens
         self._config = config
         self._kwargs = model_kwargs
-        self._snapshot: Snapshot | None = None  # of the cache when it held `_cached` slots
-        self._cached = 0  # fewer than `cache_len` while tokens wait to be fed again
-        self._prepared: list[Cache] = []  # to be undone by `finish`
+        self._snapshot: Snapshot | None = None  # of the cache with `_cached` slots
+        self._cached = 0  # less than `cache_len` while a restored cache lacks accepted tokens
+        self._prepared: list[Cache] = []  # caches to be restored by `finish`
 
     @property
     def cache(self):
         return self._kwargs[CACHE_KEY]
 
     def prefill(self, prompt: torch.Tensor, text_slots: int = 0, tree_slots: int = 0):
-        """Run the prompt (B, P); returns the forward's outputs.
+        """Run the prompt, and return the outputs of the forward.
 
         Args:
-            text_slots: That the text may take behind the prompt, where the cache has them.
-            tree_slots: That trees may take behind the text.
+            prompt: (B, P) ids.
+            text_slots: The number of slots that the text may fill behind the prompt, if the cache has them.
+            tree_slots: The number of slots that trees may fill behind the text.
         """
         given = self._kwargs.get(CACHE_KEY)
         with every_prompt_token(self.target, self._kwargs):
@@ -107,14 +108,14 @@ class TargetRun:
         return outputs
 
     def _tokens_seen(self, prompt: torch.Tensor) -> int:
-        """For caches of states alone, which do not count."""
+        """Return the number of cached tokens, for caches of states alone, which do not count them."""
         mask = self._kwargs.get("attention_mask")
         if mask is not None:
             return mask.shape[1] - 1
         return prompt.shape[1] or self._kwargs["inputs_embeds"].shape[1]
 
     def _find_root_positions(self, device: torch.device) -> None:
-        """(..., B, 1) positions of the first roots; counted, for models that take none."""
+        """Find the positions (..., B, 1) of the first roots, by counting if the model takes no positions."""
         positions, mask = self._kwargs.get("position_ids"), self._kwargs.get("attention_mask")
         if positions is not None:
             self._root_positions = positions[..., -1:]
@@ -122,51 +123,51 @@ class TargetRun:
             self._root_positions = mask.sum(-1, keepdim=True) - 1
         else:
             self._root_positions = torch.full((len(self._batch), 1), self._first_len, device=device)
-        # On the host once and for all: they are asked for in every round.
+        # They are copied to the host once, since every round needs them there.
         largest = self._root_positions.reshape(-1, *self._root_positions.shape[-2:]).amax((0, -1))
         for sequence, position in zip(self._batch, largest.expand(len(self._batch)).tolist(), strict=True):
             sequence.start(self._first_len, position)
 
     def _prepare(self, cache: Cache, free_slots: int = 0) -> None:
-        """Trees, or chains, are to enter the cache; one that has lost the past gets neither."""
+        """Prepare a cache for trees or chains, unless the model has lost its past and gets neither."""
         if not self.forgets:
             self._prepared.append(cache)
             kv_cache.prepare(cache, free_slots)
 
     def finish(self) -> None:
-        """Every cache that was prepared is again one that no tree ever entered."""
+        """Restore all prepared caches to caches that no tree has entered."""
         while self._prepared:
             cache = self._prepared.pop()
             kv_cache.finish(cache, bool(self._config.return_dict_in_generate) or _is_brought(cache))
 
     @property
     def cache_is_seen(self) -> bool:
-        """Whether anybody has the cache after the call: whoever asked for it, or whoever brought it."""
+        """Whether the caller can see the cache after the call, because it is returned or was passed in."""
         return bool(self._config.return_dict_in_generate) or self.cache_is_brought
 
     @property
     def cache_is_brought(self) -> bool:
-        """Whether somebody has the cache even if the call raises."""
+        """Whether the caller has passed the cache in, and so sees it even after an exception."""
         return _is_brought(self.cache)
 
     def key_columns(self) -> list[KeyColumns]:
-        """What plain decoding would show of each layer's keys."""
+        """Return the keys of each layer for which plain decoding returns attention weights."""
         return kv_cache.key_columns(self.cache, getattr(self.target.config.get_text_config(), "layer_types", None))
 
     # ----- forwards -------------------------------------------------------------------------------------------------
 
     def verify(self, tree: DraftTree):
-        """The forward over the nodes (B, N) of each sequence's tree, which see its past and their own ancestors."""
+        """Run the nodes (B, N) of the trees, which attend to their sequence's past and their own ancestors."""
         committed = self._batch.cached_ids()
         if self.capability.mode is not VerifyMode.TREE:
             return self._verify_chain(tree.tokens, committed)
         tokens = tree.tokens.to(committed.device)
         kwargs = self._tree_kwargs(tree.depths)
         ids = torch.cat([committed, tokens], dim=1)
-        if tokens.shape[1] == 1 and self._batch.is_even:
+        if tokens.shape[1] == 1 and self._batch.is_aligned:
             return self._forward(ids, 1, kwargs)
         past: int | torch.Tensor = self._batch.longest
-        if not self._batch.is_even:
+        if not self._batch.is_aligned:
             past = torch.tensor(self._batch.cache_lens, device=tree.tokens.device)
         with maskable_attention(self.target), tree_attention(tree.ancestors, tree.depths, past) as active:
             outputs = self._forward(ids, tokens.shape[1], kwargs)
@@ -178,7 +179,7 @@ class TargetRun:
         return outputs
 
     def _verify_chain(self, tokens: torch.Tensor, committed: torch.Tensor):
-        """A few tokens more of each sequence, in one plain forward; behind those that the cache still lacks."""
+        """Run the tokens (B, N) of chains, and before them the committed tokens that a restored cache lacks."""
         if self._batch.longest - self._cached > _MOST_FED_AGAIN:
             self.catch_up(committed)
         if self.capability.restores and self._snapshot is None:
@@ -190,13 +191,13 @@ class TargetRun:
         return outputs
 
     def _forward_chain(self, ids: torch.Tensor, count: int):
-        """All of `ids` (B, T) that the cache lacks, the last `count` of which are not committed."""
+        """Run all of `ids` (B, T) that the cache lacks, the last `count` of which are not committed."""
         depths = torch.arange(count, device=ids.device).expand(len(self._batch), -1)
         again = self._batch.longest - self._cached
         return self._forward(ids, again + count, self._tree_kwargs(depths), logits=max(1, count))
 
     def catch_up(self, committed: torch.Tensor) -> None:
-        """Feed the cache the committed tokens (B, T) that a restored one still lacks."""
+        """Run those of the committed tokens (B, T) that a restored cache lacks."""
         if self.capability.restores and self._cached < self._batch.longest:
             self._forward_chain(committed, 0)
             self._cached, self._snapshot = self._batch.longest, None
@@ -204,16 +205,16 @@ class TargetRun:
     # ----- the cache ------------------------------------------------------------------------------------------------
 
     def keep(self, paths: list[list[int]], num_nodes: int, new_lens: list[int], needed_from: int) -> None:
-        """Keep each sequence's path behind its own end, or less than was there, and drop the rest.
+        """Keep the entries of each sequence's path, and drop those of the other nodes.
 
         Args:
-            paths: Nodes of each sequence, the root first.
-            num_nodes: Nodes of the tree, padding included.
-            new_lens: `cache_len` of each sequence from now on.
-            needed_from: Windows may forget what no slot from here on can see.
+            paths: Accepted nodes of each sequence, the root first.
+            num_nodes: The number of nodes of the trees, padding included.
+            new_lens: The new `cache_len` of each sequence, which may be smaller than before.
+            needed_from: Sliding windows may drop entries to which no slot from here on attends.
         """
         if self.forgets:
-            self._cached, self._snapshot = new_lens[0], None  # one token was run, and nothing is to be undone
+            self._cached, self._snapshot = new_lens[0], None  # a single token was run, and it is accepted
         elif self.capability.mode is not VerifyMode.TREE:
             self._keep_chain(num_nodes, new_lens)
         else:
@@ -225,7 +226,7 @@ class TargetRun:
             raise ValueError(f"sequences that verify chains must end at the same slot, got {new_lens}")
         old, new = self._batch.longest, new_lens[0]
         if new < old:
-            raise ValueError(f"chains take back no committed tokens, but would end at {new} < {old}")
+            raise ValueError(f"chains cannot remove committed tokens, but would shrink from {old} to {new} slots")
         if not self.capability.restores:
             nodes = [list(range(new - old))] * len(new_lens)
             kv_cache.keep_paths(self.cache, self._batch.cache_lens, nodes, num_nodes, new_lens, new)
@@ -260,23 +261,26 @@ class TargetRun:
         return outputs
 
     def _undo_forward(self) -> None:
-        """A forward was broken off, and some layers have run it: the cache is to be as it was before."""
+        """Restore the cache after a forward that was interrupted when some layers had run."""
         if self._snapshot is not None:
             self._snapshot.restore(self.cache)
         elif self._prepared:
             kv_cache.drop_unfinished(self.cache, self._batch.longest)
 
     def overflow(self, committed: torch.Tensor) -> NoReturn:
-        """Go on with a text that fills its static cache, as plain decoding does, once `finish` has put the cache back.
+        """Raise the error of a text that exceeds its static cache, as plain decoding does. Call `finish` before.
 
         Args:
             committed: (B, T) ids of all columns.
+
+        Raises:
+            IndexError: always.
         """
         message = (
-            f"the static cache has {self.capacity} slots, all of which the text fills, and the text goes on: pass one "
-            f"with a max_cache_len of at least {self._first_len + self._new_tokens - 1}, or a smaller max_new_tokens"
+            f"the text is longer than the {self.capacity} slots of the static cache: pass a cache with a "
+            f"max_cache_len of at least {self._first_len + self._new_tokens - 1}, or a smaller max_new_tokens"
         )
-        if self.target.device.type == "cpu":  # an accelerator would not survive the write
+        if self.target.device.type == "cpu":  # on an accelerator, the write would make the device unusable
             try:
                 first = torch.zeros(len(self._batch), 1, dtype=torch.int64, device=committed.device)
                 self._forward(committed, 1, self._tree_kwargs(first))
@@ -285,7 +289,7 @@ class TargetRun:
         raise IndexError(message)
 
     def _take_cache(self, used: Cache, num_nodes: int) -> None:
-        """A model that ran the whole text again (see `rope_limits`) has filled another cache."""
+        """Use the cache that the forward has filled, a new one if it has run the whole text (`rope_limits`)."""
         if used is self.cache:
             return
         self.finish()
@@ -294,15 +298,15 @@ class TargetRun:
         self._prepare(used)
 
     def _tree_kwargs(self, depths: torch.Tensor) -> dict[str, Any]:
-        """The model kwargs of one verification: positions along the tree, masks and token types long enough for it.
+        """Return the model kwargs of a verification, with positions, masks and token types of the nodes.
 
         Args:
-            depths: (B, N) of the nodes.
+            depths: (B, N) depths of the nodes.
         """
         kwargs, num_nodes = dict(self._kwargs), depths.shape[1]
         roots, device = self._root_positions, self._root_positions.device
         ahead = torch.tensor([[sequence.root_step] for sequence in self._batch], device=device, dtype=roots.dtype)
-        # Those of the past too, for a model that runs the whole text again.
+        # Positions of the past are needed by a model that runs the whole text again.
         since = roots + torch.arange(self._batch.new_slots, device=device, dtype=roots.dtype)
         nodes = roots + ahead + depths.to(device, roots.dtype)
         if kwargs.get("position_ids") is not None:
@@ -310,7 +314,7 @@ class TargetRun:
         mask = kwargs.get("attention_mask")
         if mask is not None:
             kwargs["attention_mask"] = self._mask(mask, num_nodes)
-        elif not self._batch.is_even:
+        elif not self._batch.is_aligned:
             kwargs["attention_mask"] = self._mask(self._full_mask(device), num_nodes)
         grown = self._batch.new_slots + num_nodes - 1
         for name in ("token_type_ids", "mm_token_type_ids"):
@@ -326,7 +330,7 @@ class TargetRun:
         return torch.ones(len(self._batch), self._first_len + 1, dtype=torch.int64, device=device)
 
     def _mask(self, mask: torch.Tensor, num_nodes: int) -> torch.Tensor:
-        """(B, slots and nodes): a sequence sees nothing between its own end and the nodes."""
+        """Return the mask (B, slots + nodes), which hides the slots between the end of a sequence and the nodes."""
         slots = torch.arange(self._first_len, self._batch.longest, device=mask.device)
         own = slots < torch.tensor(self._batch.cache_lens, device=mask.device)[:, None]
         nodes = mask.new_ones(mask.shape[0], num_nodes)
@@ -338,11 +342,11 @@ def _is_brought(cache: Cache) -> bool:
 
 
 def rope_limits(target: PreTrainedModel) -> list[tuple[int, bool]]:
-    """Lengths at which the target's rotary frequencies change, and whether they are constant behind that.
+    """Return the lengths at which the target's rotary frequencies change, and whether they are constant behind it.
 
-    `dynamic` and `longrope` frequencies follow the furthest position of a forward, and the nodes of a tree are
-    positions that plain decoding has not reached: a tree must end before the change. (Phi-3 also runs the whole text
-    again at the change, without its cache.)
+    `dynamic` and `longrope` frequencies depend on the largest position of a forward, and the nodes of a tree have
+    positions that plain decoding has not reached. So a tree must end before the change. (At the change, Phi-3 also
+    runs the whole text again, without its cache.)
     """
     text_config = target.config.get_text_config()
     rope = getattr(text_config, "rope_parameters", None) or {}
@@ -359,7 +363,10 @@ def rope_limits(target: PreTrainedModel) -> list[tuple[int, bool]]:
 
 @contextmanager
 def every_prompt_token(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Iterator[None]:
-    """Layers that share keys may skip all prompt tokens but the last (Gemma 4), unless a hidden state is asked for."""
+    """Make the prefill run every prompt token through all layers.
+
+    Layers that share keys may skip all prompt tokens but the last (Gemma 4), unless a hidden state is requested.
+    """
     asked = model_kwargs.get("output_hidden_states")
     if asked or not getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
         yield

@@ -1,10 +1,10 @@
-"""Room for trees in a static cache, for the time of one call.
+"""Room for trees in a static cache, for the duration of one call.
 
 `generate` sizes a static cache for the text, so that the last trees would not fit behind it, and a static window
-overwrites what a rejected branch would need back. A layer that lacks the room is exchanged for one that has it, of
-full length, where the masks alone apply the window. That is done behind the prefill, which so runs as it always does;
-afterwards what the call has committed goes into the layer's own buffers, by its own `update`, and the layer is back in
-the cache. The buffers keep their addresses.
+overwrites entries that are needed again if a branch is rejected. Such a layer is replaced by a larger one of full
+length, for which the masks alone apply the window. This happens after the prefill, which is not affected. At the end
+of the call, the committed entries are written into the buffers of the original layer by its own `update`, and the
+layer returns to the cache. The buffers keep their addresses.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,11 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 
 class RoomyLayer(StaticLayer):
-    """
-    A static layer in the place of another one.
+    """A larger static layer in the place of another one.
 
     Args:
-        original: The layer to stand in for; it is not touched before `give_back`.
-        slots (`int`): room, counted from the first slot of the text.
+        original: The layer to replace, which is not changed before `give_back`.
+        slots: The number of slots, counted from the first slot of the text.
     """
 
     def __init__(self, original: StaticLayer, slots: int):
@@ -34,12 +33,12 @@ class RoomyLayer(StaticLayer):
             self.update(self._all_slots(given.keys), self._all_slots(given.values))
 
     def _all_slots(self, states: torch.Tensor) -> torch.Tensor:
-        """The entries at their own slots; those that a window has evicted are zeros, which no mask shows."""
+        """Return the entries at their slots. Those that a window has evicted are zeros, which are always masked."""
         held = min(self._given, states.shape[2])
         return torch.nn.functional.pad(states[:, :, :held], (0, 0, self._given - held, 0))
 
     def give_back(self) -> None:
-        """Hand the entries since the start to the original layer."""
+        """Write the entries of this call to the original layer."""
         length = int(self.get_seq_length())
         if length == self._given:
             return
@@ -47,7 +46,7 @@ class RoomyLayer(StaticLayer):
         keys: Any = self.keys
         values: Any = self.values
         device = self.original.keys.device if self.original.is_initialized else self.device
-        # A window fills up first and rolls then, as it would token by token: its length is counted in two ways.
+        # A window is filled first and then rolls, in two updates: a layer counts its length differently in each.
         full = min(length, max(self._given, self.original.max_cache_len))
         for new in (slice(self._given, full), slice(full, length)):
             if new.stop > new.start:
@@ -55,16 +54,17 @@ class RoomyLayer(StaticLayer):
 
 
 def text_capacity(cache: Any) -> int | None:
-    """Slots that a text may fill: those of the shortest static layer that evicts nothing, or `None` without one."""
+    """Return the number of slots of the shortest static layer that evicts nothing; `None` if there is none."""
     return min((layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer), default=None)
 
 
 def has_shortened_windows(cache: Any, windows: Iterable[int | None], length: int) -> bool:
-    """
-    Whether static windows of `cache` are shorter than those of the model's masks, so that a text of `length` slots
-    shows it.
+    """Return whether static windows of the cache evict entries to which the model's masks still let tokens attend.
 
-    A window of a cache that is shorter than the window itself evicts what the masks still let through.
+    Args:
+        cache: The cache.
+        windows: Sizes of the model's windows.
+        length: The number of slots of the text.
     """
     return any(
         isinstance(layer, StaticSlidingWindowLayer)
@@ -75,11 +75,11 @@ def has_shortened_windows(cache: Any, windows: Iterable[int | None], length: int
 
 
 def make_room(cache: Any, free_slots: int) -> None:
-    """Every static layer of `cache` gets at least `free_slots` slots behind what it holds, and evicts nothing."""
+    """Give every static layer at least `free_slots` slots behind its entries, and keep it from evicting any."""
     static = [layer for layer in cache.layers if type(layer) in (StaticLayer, StaticSlidingWindowLayer)]
     if not static:
         return
-    # Layers of one kind of mask must be equally long.
+    # Layers that share a mask must have the same number of slots.
     slots = max(free_slots + int(static[0].get_seq_length()), *(layer.max_cache_len for layer in static))
     for place, layer in enumerate(cache.layers):
         if layer in static and (type(layer) is StaticSlidingWindowLayer or layer.max_cache_len < slots):
@@ -87,7 +87,7 @@ def make_room(cache: Any, free_slots: int) -> None:
 
 
 def give_back_room(cache: Any, kept: bool) -> None:
-    """Undo `make_room`; unless the cache is `kept` nobody sees it again, and nothing is copied back."""
+    """Undo `make_room`. Entries are copied back only if the cache is `kept`, that is, used afterwards."""
     for place, layer in enumerate(cache.layers):
         if isinstance(layer, RoomyLayer):
             cache.layers[place] = layer.original

@@ -1,8 +1,8 @@
-"""Processes that generate side by side with one target spread over them (FSDP, ZeRO-3).
+"""Processes that generate at the same time with a target that is distributed over them (FSDP, ZeRO-3).
 
-A forward of such a target takes all of them, and rounds are as many as a text needs. So a process announces every
-forward behind the prefill, and one that is done answers announcements with a forward of no use, until all are done.
-The messages are those of plain `generate`, one sum of flags a forward.
+All of them must take part in every forward, but need different numbers of rounds. So a process announces every forward
+after the prefill, and one that has finished answers with a dummy forward, until all have finished. The messages are
+those of plain `generate`: one sum of flags for each forward.
 """
 
 import torch
@@ -17,8 +17,8 @@ class SyncedGpus:
     """The other processes of a `generate` call with `synced_gpus=True`.
 
     Args:
-        target: What all of them run.
-        input_ids: (B, T) of this process.
+        target: The model that all of them run.
+        input_ids: (B, T) ids of this process.
     """
 
     def __init__(self, target: PreTrainedModel, input_ids: torch.Tensor):
@@ -26,12 +26,12 @@ class SyncedGpus:
         self._token = input_ids.new_zeros(1, 1)
 
     def announce(self) -> None:
-        """Before a forward."""
+        """Announce a forward to the other processes."""
         self._sum_of_flags(1.0)
 
     @torch.no_grad()
     def run_along(self) -> None:
-        """Behind the last forward: run along with those that are still at work."""
+        """Run dummy forwards until all processes have finished."""
         while self._sum_of_flags(0.0).item():
             self._target(input_ids=self._token, use_cache=False)
 
@@ -44,11 +44,11 @@ class SyncedGpus:
 def synced_gpus_of(
     target: PreTrainedModel, draft: Eagle3DraftModel, input_ids: torch.Tensor, synced_gpus: bool | None
 ) -> SyncedGpus | None:
-    """`None` where this process generates for itself.
+    """Return the other processes of a call, or `None` if this process generates alone.
 
     Raises:
-        ValueError: the head borrows a layer that is spread over the processes. They draft each at its own pace, so no
-            call of that layer would find all of them.
+        ValueError: the head borrows a layer that is distributed over the processes. They do not draft at the same
+            time, so that they could not all take part in the calls of this layer.
     """
     if not synced_gpus or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
@@ -65,7 +65,7 @@ def synced_gpus_of(
 
 
 def _is_spread(module: nn.Module) -> bool:
-    """By FSDP2, ZeRO-3 or FSDP."""
+    """Return whether a module is distributed, by FSDP2, ZeRO-3 or FSDP."""
     from torch.distributed.tensor import DTensor  # slow to import, and not in every build of torch
 
     weight = getattr(module, "weight", None)

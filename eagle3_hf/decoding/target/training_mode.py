@@ -1,8 +1,7 @@
 """A target whose forward draws random numbers, because it, or a part of it, is in training mode.
 
-Plain decoding draws them anew for each token, and a verification runs several tokens at once: the texts would differ.
-A target in training mode that draws nothing (all dropouts zero, as in most language models of today) is as good as
-any.
+Plain decoding draws them for each token, while a verification runs several tokens at once, so the texts would differ.
+A target in training mode that draws none (all dropouts are zero, as in most current language models) is supported.
 """
 
 import re
@@ -15,7 +14,8 @@ from torch import nn
 from ..coupling import _default_generator
 
 
-# Numbers of modules that only count while training: `attention_dropout`, `resid_pdrop`, `layerdrop`, `jitter_noise`.
+# Names of fields that only have an effect in training mode, such as `attention_dropout`, `resid_pdrop`, `layerdrop`
+# and `jitter_noise`.
 _RANDOM_WHILE_TRAINING = re.compile("drop|jitter|noise")
 
 
@@ -31,13 +31,13 @@ def check_training_mode(target: nn.Module) -> None:
         (name, value), more = found[0], f" (and {len(found) - 1} more like it)" if found[1:] else ""
         raise ValueError(
             f"{type(target).__name__} is in training mode with {name} = {value}{more}: its forward is random, so that "
-            "several tokens verified at once are not what they are one by one. Call target.eval() before generate, or "
-            "set these to 0"
+            "tokens that are verified together would differ from ordinary decoding. Call target.eval() before "
+            "generate, or set these to 0"
         )
 
 
 def _random_fields(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """Names and values of what makes the module's own code random while training."""
+    """Yield names and values of the fields that make the module's own code random in training mode."""
     for name, value in vars(module).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and value > 0 and _RANDOM_WHILE_TRAINING.search(name):
@@ -48,9 +48,9 @@ def _random_fields(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 @contextmanager
 def no_random_numbers(target: nn.Module, device: torch.device) -> Iterator[None]:
-    """Raise a ValueError if the block, the prefill of a target in training mode, has drawn random numbers.
+    """Raise a ValueError if the prefill inside the block, of a target in training mode, draws random numbers.
 
-    For what no field gives away, such as experts that are drawn while training.
+    This finds randomness that does not show in any field, such as a random choice of experts.
     """
     if not any(module.training for module in target.modules()):
         yield
@@ -60,6 +60,6 @@ def no_random_numbers(target: nn.Module, device: torch.device) -> Iterator[None]
     yield
     if not all(torch.equal(generator.get_state(), state) for generator, state in zip(generators, before, strict=True)):
         raise ValueError(
-            f"{type(target).__name__} is in training mode, and its forward draws random numbers, so that several "
-            "tokens verified at once are not what they are one by one. Call target.eval() before generate"
+            f"{type(target).__name__} is in training mode, and its forward draws random numbers, so that tokens that "
+            "are verified together would differ from ordinary decoding. Call target.eval() before generate"
         )
