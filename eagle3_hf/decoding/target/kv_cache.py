@@ -62,25 +62,29 @@ class _Moves:
         self._is_shared = all(own == moves[0] for own in moves)
         self._sources = [[source for source, _ in own] for own in moves]
         self._slots = [[slot for _, slot in own] for own in moves]
-        self._indices: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._indices: dict[tuple[torch.device, int, bool], torch.Tensor] = {}
 
     def apply(self, states: torch.Tensor, offset: int) -> None:
         """Move the entries of `states` (B, heads, slots, head_dim), whose first slot is `offset`."""
         if not self._count:
             return
-        key = (states.device, offset)
-        if key not in self._indices:  # once per device
-            source = torch.tensor(self._sources, device=states.device) - offset
-            slot = torch.tensor(self._slots, device=states.device) - offset
-            self._indices[key] = source, slot
-        source, slot = self._indices[key]
-        if self._is_shared:
-            states.index_copy_(2, slot[0], states.index_select(2, source[0]))
+        source = self._index(states.device, offset, is_source=True)
+        if self._is_shared:  # the slots of a single path follow one another, so that they need no index
+            moved = states.index_select(2, source[0])
+            states.narrow(2, self._slots[0][0] - offset, self._count).copy_(moved)
             return
+        slot = self._index(states.device, offset, is_source=False)
         shape = (-1, states.shape[1], -1, states.shape[3])
-        states.scatter_(
-            2, slot[:, None, :, None].expand(shape), states.gather(2, source[:, None, :, None].expand(shape))
-        )
+        source, slot = (index[:, None, :, None].expand(shape) for index in (source, slot))
+        states.scatter_(2, slot, states.gather(2, source))
+
+    def _index(self, device: torch.device, offset: int, is_source: bool) -> torch.Tensor:
+        """Return (B, count) places in states whose first slot is `offset`, made once per device."""
+        key = device, offset, is_source
+        if key not in self._indices:
+            slots = self._sources if is_source else self._slots
+            self._indices[key] = torch.tensor(slots, device=device) - offset
+        return self._indices[key]
 
 
 def _padded_moves(cache_len: int, path: Sequence[int], tree_start: int, length: int) -> list[tuple[int, int]]:
