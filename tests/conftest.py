@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "every row of the settings table",
     )
     parser.addoption("--prompts", type=int, help="losslessness: another number of prompts of each family")
-    parser.addoption("--random-calls", type=int, default=60, help="how many random calls to make")
+    parser.addoption("--random-calls", type=int, default=24, help="how many random calls to make")
     parser.addoption("--first-call", type=int, default=0, help="seed of the first random call")
 
 

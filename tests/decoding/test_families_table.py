@@ -1,4 +1,4 @@
-"""The numbers of docs/families.md, measured again: a few families always, all of them when slow tests run."""
+"""The numbers of docs/families.md, measured again: a few families with one prompt always, all when slow tests run."""
 
 import pytest
 import torch
@@ -11,12 +11,14 @@ from support.families.others import CHAINS, PLAIN, tiny_other
 
 
 FAST = ["llama", "gemma3", "falcon_alibi", "lfm2"]
-ALL = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in table.names()]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_family(name):
-    row = table.measure(name)
+@pytest.mark.parametrize(
+    ("name", "seeds"),
+    [*((name, 1) for name in FAST), *(pytest.param(name, table.SEEDS, marks=pytest.mark.slow) for name in table.names())],
+)
+def test_a_family(name, seeds):
+    row = table.measure(name, seeds)
     assert not row.faults()
     expected = VerifyMode.CHAIN if name in CHAINS else VerifyMode.PLAIN if name in PLAIN else VerifyMode.TREE
     assert row.mode is expected

@@ -10,10 +10,12 @@ import torch
 
 from support.drafts import draft_of, new_draft, target_of, total
 from support.families import FAMILIES, prompt, tiny
-from support.losslessness import ROWS, SAMPLED, Comparison, judge, seeded
+from support.losslessness import MANY_NEW_TOKENS, NEW_TOKENS, ROWS, SAMPLED, Comparison, judge, seeded
 
 
-FAST_PROMPTS, ALL_PROMPTS = 10, 56  # per family; multiples of neither table, so that the rows rotate over families
+# Per family. The fast tests draw each row of the table once in all; with the slow tests' number, which shares no factor
+# with the table's length, the rows rotate over families.
+FAST_PROMPTS, ALL_PROMPTS = 5, 56
 
 
 def cases(family: str, prompts: int) -> list[tuple[torch.Tensor, int, str, str]]:
@@ -26,8 +28,8 @@ def cases(family: str, prompts: int) -> list[tuple[torch.Tensor, int, str, str]]
     return [(prompt(lengths[i], first + i), first + i, *drawn[i]) for i in range(prompts)]
 
 
-def run(family: str, drawn) -> Comparison:
-    comparison = Comparison()
+def run(family: str, drawn, new_tokens: int = NEW_TOKENS) -> Comparison:
+    comparison = Comparison(new_tokens)
     for ids, seed, setting, tree in drawn:
         comparison.assert_same_ids(target_of(family), draft_of(family, half=seed % 2 == 0), ids, seed, setting, tree)
     comparison.assert_few_near_ties()
@@ -46,7 +48,7 @@ def test_ids_of_vanilla_on_many_prompts(family, all_settings):
     drawn = cases(family, ALL_PROMPTS)
     if all_settings:
         drawn = [(ids, seed, setting, tree) for ids, seed, _, _ in drawn for setting, tree in ROWS]
-    comparison = run(family, drawn)
+    comparison = run(family, drawn, MANY_NEW_TOKENS)
     stats = total(comparison.stats)
     assert 0.5 < stats.mean_accepted < 3
     assert all(0 < rate < 1 for rate in stats.per_depth[:7]), "accepted and rejected at every depth"
@@ -65,8 +67,8 @@ def test_ids_of_vanilla_with_eager_attention(family):
     target.set_attn_implementation("eager")
     draft, comparison = new_draft(target), Comparison()
     draft.set_attn_implementation("eager")
-    for seed, (setting, tree) in enumerate([("greedy", "paper"), ("T=1", "cpu"), ("top-p", "chain")]):
-        comparison.assert_same_ids(target, draft, prompt(3 + 15 * seed, seed), seed, setting, tree)
+    for seed, (setting, tree) in enumerate([("greedy", "paper"), ("T=1", "chain")]):
+        comparison.assert_same_ids(target, draft, prompt(3 + 25 * seed, seed), seed, setting, tree)
     comparison.assert_few_near_ties()
 
 
@@ -75,7 +77,7 @@ def test_both_attentions_are_tested():
     assert found == {"sdpa", "eager"}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])  # llama is in test_places
 @pytest.mark.parametrize(("target_dtype", "draft_dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_mixed_dtypes(family, target_dtype, draft_dtype):
     target = tiny(family, num_hidden_layers=4).to(getattr(torch, target_dtype))

@@ -284,7 +284,7 @@ def test_a_batch_without_a_draft_is_untouched():
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_models_compile_to_one_graph_after_import(family):
-    target = tiny(family, num_hidden_layers=4)
+    target = tiny(family, num_hidden_layers=3)  # with windows and without
     compiled = torch.compile(target, fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(prompt(20)).logits, target(prompt(20)).logits)
@@ -293,7 +293,7 @@ def test_models_compile_to_one_graph_after_import(family):
 @pytest.mark.parametrize("way", ["model.compile", "forward", "module", "layers"])
 def test_a_compiled_target_runs_its_own_code_beside_a_draft(way, caplog, monkeypatch):
     """Compiled code asks neither hooks nor masks: it must be left aside, aloud, and be there again afterwards."""
-    target, compilations = tiny("llama", num_hidden_layers=2), []
+    target, compilations = tiny("llama", num_hidden_layers=1), []
 
     def backend(graph, example_inputs):
         compilations.append(graph)

@@ -13,7 +13,7 @@ from eagle3_hf.acceptance import SpeculationStats
 from support.drafts import TREES, set_tree, total
 
 
-NEW_TOKENS = 64
+NEW_TOKENS, MANY_NEW_TOKENS = 32, 64  # past every window; of the slow tests
 
 SAMPLED = {"do_sample": True, "top_k": 0}
 SETTINGS = {
@@ -51,8 +51,9 @@ SUITE = Tally()  # of all float32 tests of this session
 
 @dataclass
 class Comparison:
-    """What a family's runs came to."""
+    """What a family's runs, of so many new tokens each, came to."""
 
+    new_tokens: int = NEW_TOKENS
     tokens: int = 0
     near_ties: list[str] = field(default_factory=list)
     stats: list[SpeculationStats] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Comparison:
 
     def assert_same_ids(self, target, draft, ids: torch.Tensor, seed: int, setting: str, tree: str) -> None:
         """One prompt, with and without the draft; fails where the ids differ and no near-tie excuses it."""
-        kwargs = {"max_new_tokens": NEW_TOKENS, **SETTINGS[setting]}
+        kwargs = {"max_new_tokens": self.new_tokens, **SETTINGS[setting]}
         vanilla, after = seeded(seed, lambda: target.generate(ids, **kwargs))
         continuation = vanilla[0, ids.shape[1] :]
         set_tree(draft, tree).foretell(continuation, seed)
