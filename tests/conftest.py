@@ -22,6 +22,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from support import fresh_interpreter
+from support.fresh_interpreter import Fresh
 from support.pairwise import pairwise
 
 
@@ -121,6 +123,19 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the global generator is what Trainer and collators use
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
+    """What a new interpreter shows of the package; one for all tests."""
+    from eagle3_hf import Eagle3DraftModel
+    from support.families import tiny
+
+    folder = tmp_path_factory.mktemp("fresh")
+    target = tiny("llama")
+    target.save_pretrained(folder / "target")
+    Eagle3DraftModel.from_target(target).save_pretrained(folder / "head")
+    return fresh_interpreter.start(folder)
 
 
 @pytest.fixture(scope="session")

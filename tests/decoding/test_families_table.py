@@ -15,7 +15,10 @@ FAST = ["llama", "gemma3", "falcon_alibi", "lfm2"]
 
 @pytest.mark.parametrize(
     ("name", "seeds"),
-    [*((name, 1) for name in FAST), *(pytest.param(name, table.SEEDS, marks=pytest.mark.slow) for name in table.names())],
+    [
+        *((name, 1) for name in FAST),
+        *(pytest.param(name, table.SEEDS, marks=pytest.mark.slow) for name in table.names()),
+    ],
 )
 def test_a_family(name, seeds):
     row = table.measure(name, seeds)

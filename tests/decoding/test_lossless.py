@@ -13,8 +13,8 @@ from support.families import FAMILIES, prompt, tiny
 from support.losslessness import MANY_NEW_TOKENS, NEW_TOKENS, ROWS, SAMPLED, Comparison, judge, seeded
 
 
-# Per family. The fast tests draw each row of the table once in all; with the slow tests' number, which shares no factor
-# with the table's length, the rows rotate over families.
+# Per family. The fast tests draw each row of the table once in all; with the slow tests' number, which shares no
+# factor with the length of the table, the rows rotate over families.
 FAST_PROMPTS, ALL_PROMPTS = 5, 56
 
 

@@ -4,8 +4,6 @@ import json
 import logging
 import pickle
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -907,21 +905,8 @@ def test_published_heads_load_without_a_word_when_their_layers_are_given(tmp_pat
     assert messages() == []
 
 
-def test_first_lines_of_the_readme_print_nothing_but_progress(tmp_path, target):
-    draft = Eagle3DraftModel.from_target(target)
-    draft.save_pretrained(tmp_path / "head")
-    target.save_pretrained(tmp_path / "target")
-    code = f"""
-import torch, eagle3_hf
-from transformers import AutoModelForCausalLM
-target = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r})
-draft = eagle3_hf.Eagle3DraftModel.from_pretrained({str(tmp_path / "head")!r})
-target.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=8, do_sample=False)
-"""
-    repository = Path(__file__).resolve().parents[2]
-    result = subprocess.run(
-        [sys.executable, "-W", "always", "-c", code], cwd=repository, capture_output=True, text=True, check=True
-    )
-    assert result.stdout == ""
-    lines = [line for line in result.stderr.replace("\r", "\n").splitlines() if line.strip()]
+def test_first_lines_of_the_readme_print_nothing_but_progress(fresh):
+    assert fresh.found["first_lines"] == 3 + 8
+    assert fresh.stdout["first_lines"] == ""
+    lines = [line for line in fresh.stderr["first_lines"].replace("\r", "\n").splitlines() if line.strip()]
     assert [line for line in lines if not line.startswith("Loading weights:")] == []

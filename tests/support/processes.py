@@ -1,10 +1,18 @@
-"""Python in processes of its own, which can import the package and the tests' helpers."""
+"""Python in processes of its own, which can import the package and the tests' helpers.
 
+A new interpreter spends seconds on imports. Where a test needs a process that may be killed or limited, but not one
+that starts anew, it forks this one.
+"""
+
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 
 TESTS = Path(__file__).parents[1]
@@ -26,6 +34,37 @@ def run_python(arguments: Sequence[object], seconds: float = 300, **variables: s
         text=True,
         timeout=seconds,
     )
+
+
+def run_forked(function: Callable[..., Any], *arguments: Any, seconds: float = 300) -> tuple[int, str]:
+    """Call a function in a fork of this process, however it ends: what it changes here is not changed there.
+
+    Returns:
+        The exit code, minus the number of the signal that killed it, and the traceback of what the function raised.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(sender, function, arguments))
+    process.start()
+    sender.close()  # so that the end of a process that was killed is the end of what can be read
+    process.join(seconds)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"{function.__name__} took more than {seconds} seconds in a fork")
+    try:
+        raised = receiver.recv()
+    except EOFError:
+        raised = ""
+    return process.exitcode, raised
+
+
+def _call(sender: Connection, function: Callable[..., Any], arguments: tuple) -> None:
+    try:
+        function(*arguments)
+    except BaseException:
+        sender.send(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
 
 
 def run_in_two(script: str, folder: Path) -> subprocess.CompletedProcess:

@@ -13,7 +13,7 @@ from eagle3_hf.training.data.draft_vocab import cached_draft_vocab, dataset_fing
 from eagle3_hf.training.data.packing import PackedDataset
 from eagle3_hf.training.targets.stored_features import StoredFeatures
 from support.chats import chat_tokenizer
-from support.processes import run_python
+from support.fresh_interpreter import fingerprint
 
 
 ROWS = [{"input_ids": [1, 2, 7, 7, 9], "labels": [-100, -100, 7, 7, 9]}, {"input_ids": [3] * 4, "labels": [-100] * 4}]
@@ -126,26 +126,13 @@ def test_a_kept_vocabulary_is_measured_on_the_new_data(data, caplog):
     assert caplog.records[-1].levelno == logging.WARNING
 
 
-SCRIPT = """
-from support.chats import chat_tokenizer
-from eagle3_hf.training.data.encoding import prepare_dataset
-chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]
-fingerprint = prepare_dataset([{"messages": chat}], chat_tokenizer(), max_length=64)._fingerprint
-"""
-
-
-def test_the_same_chats_have_the_same_key_in_another_process(monkeypatch):
-    other = run_python(["-c", SCRIPT + "print(fingerprint)"], PYTHONHASHSEED="7")
-    assert other.returncode == 0, other.stderr
-    namespace = {}
-    exec(SCRIPT, namespace)
-    assert other.stdout.strip() == namespace["fingerprint"]
-    # Once more with a tokenizer that was used before, and never with another way of encoding.
-    exec(SCRIPT, again := {})
-    assert again["fingerprint"] == namespace["fingerprint"]
+def test_the_same_chats_have_the_same_key_in_another_process(fresh, monkeypatch):
+    key = fresh.found["fingerprint"]
+    assert fingerprint() == key
+    # Once more with libraries that were used before, and never with another way of encoding.
+    assert fingerprint() == key
     monkeypatch.setattr("eagle3_hf.training.data.encoding.ENCODING", 0)
-    exec(SCRIPT, again)
-    assert again["fingerprint"] != namespace["fingerprint"]
+    assert fingerprint() != key
 
 
 def test_both_names_of_an_id_given_twice():

@@ -1,7 +1,9 @@
 """Features on disk: the same as those seen online, written whole or not at all, and never mixed with others'."""
 
 import json
+import os
 import pickle
+import signal
 from collections import namedtuple
 
 import pytest
@@ -16,7 +18,7 @@ from eagle3_hf.training.targets.teacher import Teacher
 from eagle3_hf.ttt.loss import IGNORE_INDEX
 from support.families import tiny
 from support.feature_stores import LAYER_IDS, LENGTHS, rows_of, shards, write
-from support.processes import run_python
+from support.processes import run_forked
 
 
 @pytest.fixture(scope="module")
@@ -170,37 +172,33 @@ def test_parts_written_side_by_side_equal_one(target, tmp_path, written):
     assert json.loads((tmp_path / "index.json").read_text()) == json.loads((written / "index.json").read_text())
 
 
-FULL = """
-import resource, sys
-from support.families import tiny
-from support.feature_stores import write
-target = tiny("llama", num_hidden_layers=4)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)  # a write beyond it fails, as on a full disk
-write(target, sys.argv[1], progress=False)
-"""
+def write_to_a_full_disk(target, directory, size: int) -> None:
+    import resource
 
-KILLED = """
-import os, signal, sys
-from eagle3_hf.training.targets import feature_store
-from support.families import tiny
-from support.feature_stores import write
-save = feature_store.save_file
-def torn(tensors, path):
-    save(tensors, path)
-    if "00001" in str(path):
-        os.truncate(path, path.stat().st_size // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-feature_store.save_file = torn
-write(tiny("llama", num_hidden_layers=4), sys.argv[1], progress=False)
-"""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size,) * 2)  # a write beyond it fails, as on a full disk
+    write(target, directory)
+
+
+def write_until_killed(target, directory) -> None:
+    save = feature_store.save_file
+
+    def torn(tensors, path):
+        save(tensors, path)
+        if "00001" in str(path):
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    feature_store.save_file = torn
+    write(target, directory)
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_shard(target, tmp_path, written):
     """A real write that fails half-way: nothing torn stays, the message says what to do, and doing so works."""
-    run = run_python(["-c", FULL, tmp_path, (written / "shard-00001.safetensors").stat().st_size - 100])
-    assert run.returncode == 1
-    assert "shard-00000.safetensors could not be written" in run.stderr or "shard-00001" in run.stderr
-    assert "make room and run the same call again, it goes on from there" in run.stderr
+    size = (written / "shard-00001.safetensors").stat().st_size - 100
+    code, raised = run_forked(write_to_a_full_disk, target, tmp_path, size)
+    assert code == 1
+    assert "shard-00000.safetensors could not be written" in raised or "shard-00001" in raised
+    assert "make room and run the same call again, it goes on from there" in raised
     assert not list(tmp_path.glob("*.partial"))
     whole = shards(written)
     assert all(content == whole[name] for name, content in shards(tmp_path).items())
@@ -209,8 +207,8 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_shard(target, tmp_path, written
 
 
 def test_killed_in_the_middle_of_a_shard(target, tmp_path, written):
-    done = run_python(["-c", KILLED, tmp_path])
-    assert done.returncode == -9, done.stderr
+    code, raised = run_forked(write_until_killed, target, tmp_path)
+    assert code == -9, raised
     assert list(shards(tmp_path)) == ["shard-00000.safetensors"]
     write(target, tmp_path)
     assert shards(tmp_path) == shards(written)

@@ -4,9 +4,6 @@ import importlib
 import logging
 import pkgutil
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from transformers.utils import logging as transformers_logging
@@ -14,19 +11,7 @@ from transformers.utils import logging as transformers_logging
 import eagle3_hf
 from eagle3_hf.cli import main
 from eagle3_hf.utils.logging import get_logger, info_shown
-
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-SAY = """
-from transformers.utils import logging
-from eagle3_hf.utils.logging import get_logger
-logger = get_logger("eagle3_hf.training.data.packing")
-for verbosity in [None, logging.INFO, logging.ERROR]:
-    if verbosity is not None:
-        logging.set_verbosity(verbosity)
-    for level in ("info", "warning", "error"):
-        getattr(logger, level)(f"<{level} at {verbosity}>")
-"""
+from support.processes import run_python
 
 
 @pytest.fixture
@@ -56,15 +41,19 @@ def test_every_logger_of_ours_obeys_set_verbosity(verbosity):
         assert ancestor is library, logger.name
 
 
-@pytest.mark.parametrize(("variable", "first"), [("", ["warning", "error"]), ("info", ["info", "warning", "error"])])
-def test_lines_are_shown_once_where_transformers_shows_its_own(variable, first, monkeypatch):
+LATER = ["info at 20", "warning at 20", "error at 20", "error at 40"]
+
+
+def test_lines_are_shown_once_where_transformers_shows_its_own(fresh):
     """In a fresh interpreter: pytest has handlers of its own."""
-    monkeypatch.delenv("CI", raising=False)  # with it transformers shows its lines to the root logger too
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", variable)
-    result = subprocess.run([sys.executable, "-c", SAY], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    shown = [f"{level} at None" for level in first]
-    shown += ["info at 20", "warning at 20", "error at 20", "error at 40"]
-    assert re.findall("<(.*)>", result.stderr) == shown
+    assert re.findall("<(.*)>", fresh.stderr["logs"]) == ["warning at None", "error at None", *LATER]
+
+
+@pytest.mark.slow
+def test_the_variable_of_transformers_sets_the_first_level():
+    code = "from support.fresh_interpreter import logs; logs()"
+    run = run_python(["-c", code], TRANSFORMERS_VERBOSITY="info", CI="")
+    assert re.findall("<(.*)>", run.stderr) == ["info at None", "warning at None", "error at None", *LATER]
 
 
 def test_commands_show_our_info_lines_and_not_those_of_transformers(monkeypatch, capsys):

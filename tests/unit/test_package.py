@@ -19,13 +19,6 @@ PYPROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
 DEPENDENCIES = {"transformers", "torch", "peft", "accelerate", "safetensors", "huggingface-hub", "datasets"}
 
 
-def in_fresh_interpreter(code: str) -> str:
-    """Run `code` in a new Python with the repository on its path; returns what it printed."""
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
-
-
 def toml_list(name: str) -> list[str]:
     """The strings of a top-level list of pyproject.toml (Python 3.10 has no TOML reader)."""
     body = re.search(rf"^{name} = \[\n(.*?)^\]", PYPROJECT, re.MULTILINE | re.DOTALL).group(1)
@@ -128,40 +121,17 @@ def test_files_that_go_with_the_package():
     assert "2503.01840" in (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
 
 
-DECODE = """
-import sys
-import eagle3_hf
-from transformers import LlamaConfig, LlamaForCausalLM
-
-def loaded():
-    others = "datasets", "transformers.trainer"
-    rooms = tuple(f"eagle3_hf.{room}" for room in ("training", "ttt", "export", "evaluation", "commands", "cli"))
-    return [name for name in sys.modules if name in others or name.startswith(rooms)]
-
-at_import = loaded()
-sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-target = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=7, **sizes)).eval()
-draft = eagle3_hf.Eagle3DraftModel.from_target(target)
-import torch
-output = target.generate(torch.tensor([[1, 2, 3]]), assistant_model=draft, max_new_tokens=5, eos_token_id=None)
-print(at_import, loaded(), draft.stats is not None, output.shape[1])
-"""
+def test_decoding_loads_neither_training_nor_export(fresh):
+    """At import, and after a head was loaded, another one made, and both used by `generate`."""
+    assert fresh.found["imports"] == fresh.found["modules_of_decoding"] == []
 
 
-def test_decoding_loads_neither_training_nor_export():
-    """At import, and after a call of `generate`."""
-    assert in_fresh_interpreter(DECODE) == "[] [] True 8"
+def test_import_prints_nothing(fresh):
+    assert fresh.stdout["imports"] == ""
 
 
-def test_import_prints_nothing():
-    assert in_fresh_interpreter("import eagle3_hf") == ""
-
-
-def test_auto_classes_know_the_head():
-    name = in_fresh_interpreter(
-        "import eagle3_hf, transformers; print(type(transformers.AutoConfig.for_model('eagle3_draft')).__name__)"
-    )
-    assert name == "Eagle3DraftConfig"
+def test_auto_classes_know_the_head(fresh):
+    assert fresh.found["auto_classes"] == "Eagle3DraftConfig"
 
 
 def test_console_script_exists():
