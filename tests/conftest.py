@@ -1,10 +1,12 @@
 """What every test runs under: no network, few threads, fixed seeds, and no deprecated call of transformers.
 
-Tests with the marker `pairwise` have several parameters that are independent of each other. Of the product of all
-their levels only a pairwise design is run, in which every two levels meet (see `support.pairwise`); `--all-settings`
-runs the full product, as `.ci/full` does. A case that is selected by its name is run in any case.
+Tests with the marker `pairwise` or `each_choice` have several parameters that are independent of each other. Of the
+product of all their levels only a design is run in which every two levels meet, or every level occurs (see
+`support.covering`); `--all-settings` runs the full product, as `.ci/full` does. A case that is selected by its name is
+run in any case.
 """
 
+import gc
 import logging
 import os
 import random
@@ -23,11 +25,12 @@ import torch
 from hypothesis import settings
 
 from support import fresh_interpreter
+from support.covering import covering
 from support.fresh_interpreter import Fresh
-from support.pairwise import pairwise
 
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+STRENGTHS = {"each_choice": 1, "pairwise": 2}  # of the designs, by the marker
 
 # The same examples in every run, and no time limit for one: a busy machine is no failure.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -38,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-settings",
         action="store_true",
-        help="full products of parameters in place of pairwise designs; slow losslessness tests: every prompt with "
+        help="full products of parameters in place of covering designs; slow losslessness tests: every prompt with "
         "every row of the settings table",
     )
     parser.addoption("--prompts", type=int, help="losslessness: another number of prompts of each family")
@@ -53,21 +56,31 @@ def all_settings(request: pytest.FixtureRequest) -> bool:
 
 @pytest.hookimpl(trylast=True)  # when -k and -m have selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Thin the tests marked `pairwise`."""
+    """Thin the tests marked `pairwise` or `each_choice`."""
     if config.getoption("--all-settings"):
         return
     tests: dict[tuple, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
-            tests.setdefault((item.path, item.originalname), []).append(item)
+        for marker, strength in STRENGTHS.items():
+            if isinstance(item, pytest.Function) and item.get_closest_marker(marker):
+                tests.setdefault((item.path, item.originalname, strength), []).append(item)
     left_out: dict[pytest.Item, None] = {}  # in order
-    for cases in tests.values():
+    for (*_, strength), cases in tests.items():
         levels = [{name: id(level) for name, level in case.callspec.params.items()} for case in cases]
-        chosen = set(pairwise(levels))
+        chosen = set(covering(levels, strength))
         left_out |= {case: None for place, case in enumerate(cases) if place not in chosen}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what the libraries hold, half a million objects.
+
+    Trainer collects garbage in every run, which would take a third of the time of many tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

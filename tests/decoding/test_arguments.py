@@ -66,7 +66,7 @@ def eager(family: str) -> PreTrainedModel:
 # ----- attentions ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @FOUR
 @MODES
 @ROWS
@@ -108,7 +108,7 @@ def test_an_attention_that_shows_no_weights():
 # ----- static caches -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @STATIC
 @FOUR
 @MODES
@@ -118,6 +118,7 @@ def test_static_caches_of_generate(family, mode, rows):
     assert {type(layer) for layer in cache_of(out).layers} <= {StaticLayer, StaticSlidingWindowLayer}
 
 
+@pytest.mark.pairwise
 @STATIC
 @FOUR
 @pytest.mark.parametrize("length", [3, WINDOW, WINDOW + 5])
@@ -142,6 +143,7 @@ def test_static_caches_and_rows_that_end_early(rows):
         )  # fmt: skip
 
 
+@pytest.mark.each_choice
 @STATIC
 @pytest.mark.parametrize("chunk", [1, 4, 16])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -153,7 +155,7 @@ def static_cache(target: PreTrainedModel, slots: int) -> Callable[[], dict]:
     return lambda: {CACHE_KEY: StaticCache(config=target.config, max_cache_len=slots)}
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @FOUR
 @ROWS
 @pytest.mark.parametrize("slots", [11 + NEW_TOKENS - 1, 11 + NEW_TOKENS + 3, 200])
@@ -163,6 +165,7 @@ def test_static_caches_of_the_user(family, rows, slots):
     assert_shown_as_plain(target, prompts(rows), make=static_cache(target, slots))
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("slots", [64, 200])
 def test_static_buffers_keep_their_addresses(family, slots):
@@ -242,7 +245,7 @@ def turns(target: PreTrainedModel, cache, heads: tuple[bool, ...], told: list | 
     return said
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @FOUR
 @pytest.mark.parametrize("kind", ["dynamic", "with config", "static"])
 @pytest.mark.parametrize("heads", [(True, False, True), (False, True, True)], ids=str)
@@ -260,7 +263,7 @@ def test_turns_of_a_batch_on_one_cache(family, kind, heads):
     assert vars(caches[1]).keys() == vars(caches[0]).keys(), "nothing is hidden on the cache"
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @ROWS
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("whole", [True, False], ids=["all ids again", "new ids alone"])
@@ -279,7 +282,7 @@ def test_a_cache_that_a_forward_has_filled(family, rows, whole):
     assert_shown_as_plain(target, inputs if whole else {**inputs, "inputs": ids[:, 7:]}, make=make)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @FOUR
 @ROWS
 @pytest.mark.parametrize("beside", [True, False], ids=["with ids", "alone"])
@@ -293,6 +296,7 @@ def test_embeddings_for_a_prompt(family, rows, beside):
         assert_shown_as_plain(target, given, cache_implementation="static")
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("chunk", [1, 4, 16])
 def test_chunks_of_a_batch(family, chunk):

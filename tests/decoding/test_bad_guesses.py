@@ -39,6 +39,7 @@ def broken() -> Broken:
 WARPED = {"top_k": 30, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize(
     ("levels", "rows", "columns"),

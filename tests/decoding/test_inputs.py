@@ -20,7 +20,7 @@ MODES = pytest.mark.parametrize("mode", [{}, SAMPLED], ids=["greedy", "sampled"]
 FOUR = pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma3", "gpt_oss"])
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @FOUR
 @MODES
 @pytest.mark.parametrize("padding", [1, 7, WINDOW + 3])
@@ -34,6 +34,7 @@ def test_left_padding(family, mode, padding):
         assert ours.ids[padding:] == unpadded[0].tolist()
 
 
+@pytest.mark.each_choice
 @FOUR
 @MODES
 def test_holes_in_the_mask(family, mode):
@@ -70,7 +71,7 @@ def test_a_prompt_that_is_all_padding():
     assert not mask.any(), "the user's mask is the user's"
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @FOUR
 @MODES
 @pytest.mark.parametrize("length", [1, 15])
@@ -94,7 +95,7 @@ def test_position_ids_of_the_user(family):
     assert_same_as_plain(*pair(family), {"input_ids": prompt(9), "position_ids": torch.arange(9)[None] * 2 + 5})
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @FOUR
 @MODES
 @pytest.mark.parametrize("chunk", [1, 5, 16, 40])
@@ -121,6 +122,7 @@ def longrope_target():
     return tiny("phi3", num_hidden_layers=4, original_max_position_embeddings=40, rope_parameters=rope)
 
 
+@pytest.mark.each_choice
 @MODES
 @pytest.mark.parametrize("length", [15, 37, 39, 40, 41, 42, 60])
 def test_frequencies_that_change_with_the_length(mode, length):
@@ -154,6 +156,7 @@ def test_layers_that_skip_the_prompt():
     assert draft.stats.mean_accepted > 0.5
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [
@@ -180,6 +183,7 @@ def causal_lm(model_type: str, **fields):
     return model
 
 
+@pytest.mark.each_choice
 @MODES
 @pytest.mark.parametrize("padding", [0, 3])
 def test_images_and_three_dimensional_positions(mode, padding):

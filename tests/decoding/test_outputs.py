@@ -111,7 +111,7 @@ def test_counters_are_of_the_last_call_only():
 # ----- the returned cache --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @FOUR
 @MODES
 @pytest.mark.parametrize("first_drafted", [True, False])

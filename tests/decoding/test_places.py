@@ -51,6 +51,7 @@ def test_every_pair_of_dtypes(target_dtype, draft_dtype):
 # ----- offloaded targets ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @pytest.mark.parametrize("own_lm_head", [True, False])
 def test_an_offloaded_target(offload, own_lm_head, tmp_path):

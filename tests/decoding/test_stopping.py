@@ -64,6 +64,7 @@ def test_end_of_sequence(family, tree, mode, place):
     assert cache_of(ours.out).get_seq_length() == len(ours.ids) - 1, "the last token is not in the cache"
 
 
+@pytest.mark.each_choice
 @BOTH
 @pytest.mark.parametrize("place", PLACES)
 def test_list_of_ends(family, tree, mode, place):
@@ -81,6 +82,7 @@ def test_end_of_sequence_beside_the_limit(family, tree, mode, place, extra):
     assert_stops_as_plain(family, tree, mode, eos_token_id=end, max_new_tokens=place + extra + 1)
 
 
+@pytest.mark.each_choice
 @BOTH
 @pytest.mark.parametrize("number", range(1, 12))
 def test_max_new_tokens(family, tree, mode, number):
@@ -133,6 +135,7 @@ def test_criterion_of_the_user(family, tree, mode, place):
     assert our_calls == vanilla_calls, "asked once for each token, with that token's own prefix"
 
 
+@pytest.mark.each_choice
 @BOTH
 @pytest.mark.parametrize("place", PLACES)
 def test_criterion_with_a_state(family, tree, mode, place):
@@ -147,7 +150,7 @@ def test_no_time_left(family, tree, mode):
     assert len(assert_stops_as_plain(family, tree, mode, max_time=1e-9).ids) == LENGTH + 1
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @BOTH
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("across", [False, True], ids=["one token", "across two tokens"])

@@ -110,6 +110,7 @@ def test_no_noise_is_used_twice(targets, draft, number, monkeypatch):
     assert len(set(used)) == len(used)
 
 
+@pytest.mark.each_choice
 @BATCHES
 @pytest.mark.parametrize("plain", [0, 2], ids=["all with a draft", "two without"])
 def test_no_numbers_are_used_twice_by_batches(targets, draft, number, plain):
@@ -123,6 +124,7 @@ def test_no_numbers_are_used_twice_by_batches(targets, draft, number, plain):
     assert most_alike(torch.cat(texts)) < 2
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("ends", [{}, {"eos_token_id": list(range(1, WORDS, 16))}], ids=["one length", "several"])
 def test_another_thread_draws_while_rows_are_ahead(targets, draft, every, ends):

@@ -44,7 +44,13 @@ def is_rejected(target) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *TREES, *CHAINS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *dict.fromkeys([*FAMILIES, *RANDOM]),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*TREES, *CHAINS] if name not in RANDOM),
+    ],
+)
 def test_every_random_field_is_found(name):
     """With each of a config's rates alone, and with none: then nothing is rejected.
 
@@ -62,6 +68,7 @@ def test_every_random_field_is_found(name):
         assert field or not is_rejected(target)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_random_target_is_rejected_before_a_forward(name, sampled):
@@ -111,6 +118,7 @@ def test_random_numbers_that_no_field_tells_of():
     assert streamer.calls[1:] == []
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "mixtral", "gpt_neox", "bloom", "qwen3_next"])
 @pytest.mark.parametrize("mode", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_training_mode_without_a_random_number_is_as_good(name, mode):

@@ -25,7 +25,7 @@ from support.families import VOCAB_SIZE, prompt, tiny
 from support.plain_runs import once, share
 
 
-LAYERS = 3
+LAYERS = 4
 NEW_TOKENS = 18
 SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.9}
 MODES = pytest.mark.parametrize("mode", [{}, SAMPLED], ids=["greedy", "sampled"])

@@ -1,6 +1,6 @@
 """Memory and time of a training step are measured right, and the memory is what it is meant to be."""
 
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 
@@ -144,11 +144,14 @@ def test_stored_features_replace_the_targets_run():
 # ----- the script ----------------------------------------------------------------------------------------------------
 
 
-def test_the_script_runs_on_its_own():
+def test_the_script_runs_on_its_own(monkeypatch, capsys):
     """As the documentation calls it, from the root of the repository."""
     script = EXAMPLES / "benchmarks" / "training_cost.py"
-    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
-    assert "--eager-up-to" in done.stdout
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path[1:]])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert "--eager-up-to" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", [[], ["--device", "cpu", "--dtype", "bf16"]])

@@ -53,6 +53,7 @@ def stock(monkeypatch):
     }
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("length", [1, 9, 20])
 def test_greedy_text_of_vanilla_in_the_stock_loop(stock, family, length):

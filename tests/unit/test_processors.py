@@ -15,7 +15,7 @@ from transformers import (
 
 from eagle3_hf.decoding.output.emitter import TokenEmitter
 from support.drafts import FOUR, MODES, NEW_TOKENS, SAMPLED, assert_same_as_plain, new_draft, pair, set_tree, target_of
-from support.families import FAMILIES, VOCAB_SIZE, prompt
+from support.families import VOCAB_SIZE, prompt
 
 
 class Remembering(LogitsProcessor):
@@ -103,6 +103,7 @@ def test_unusual_processors(mode, processor):
     )
 
 
+@pytest.mark.each_choice
 @MODES
 @pytest.mark.parametrize(
     "kwargs",
@@ -162,7 +163,7 @@ def test_allowed_tokens_are_asked_with_real_prefixes_only(mode):
     assert asked[1] == asked[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FOUR
 def test_choices_of_all_nodes_at_once(family, monkeypatch):
     """What an accelerator does for plain greedy decoding, made to run here."""
     target, draft = pair(family)
