@@ -366,7 +366,7 @@ def test_whatever_a_file_holds_is_a_config_or_a_value_error():
     names, chance = sorted(make().to_dict()), random.Random(0)
     tracemalloc.start()
     passed = 0
-    for _ in range(1500):
+    for _ in range(600):
         fields = json.loads(json.dumps(chance.choice(BASES)))
         for _ in range(chance.randint(1, 3)):
             if isinstance(fields.get("rope_parameters"), dict) and chance.random() < 0.4:
@@ -382,4 +382,4 @@ def test_whatever_a_file_holds_is_a_config_or_a_value_error():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 50e6
-    assert 50 < passed < 1000
+    assert 20 < passed < 400

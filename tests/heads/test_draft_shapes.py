@@ -70,8 +70,8 @@ def test_heads_of_every_shape_train_and_decode_the_targets_text(target, shape):
         assert parameter.isfinite().all()
         assert not torch.equal(parameter, before[name]), f"{name} did not learn"
     ids = prompt(9, seed=3)
-    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
-    drafted = target.generate(ids, assistant_model=draft.eval(), max_new_tokens=24, do_sample=False)
+    plain = target.generate(ids, max_new_tokens=12, do_sample=False)
+    drafted = target.generate(ids, assistant_model=draft.eval(), max_new_tokens=12, do_sample=False)
     assert torch.equal(drafted, plain)
 
 

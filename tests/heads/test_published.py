@@ -133,7 +133,7 @@ def test_loads_bit_equal_and_says_what_it_must(row, tmp_path, warned):
 CALL = {
     "inputs": prompt(9, seed=3),
     "attention_mask": torch.ones(1, 9, dtype=torch.int64),
-    "max_new_tokens": 24,
+    "max_new_tokens": 10,
     "do_sample": False,
 }
 
