@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 for success, 1 for an error, whose message was printed, 130 for an interrupt, and 141 if the
         reader of the output is gone. argparse exits with 2 if the command line is invalid.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     try:
         check_targets(getattr(arguments, name, None) for name in ("model", "target"))
         stay_offline_where_unreachable(_places(arguments))
@@ -58,7 +58,8 @@ def _places(arguments: argparse.Namespace) -> list[str]:
     return [str(value) for value in values if value and value != "random"]
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, with all sub-commands."""
     parser = Parser(
         prog="eagle3-hf", description="EAGLE-3 speculative decoding inside the generate() of transformers."
     )

@@ -91,7 +91,7 @@ class AnyCallerOf(LlamaForCausalLM):
 
 
 def test_known_targets_are_not_tried(untried, lines, monkeypatch):
-    monkeypatch.setattr(capability_probe, "_try_out", None)
+    monkeypatch.setattr(capability_probe, "try_out", None)
     assert capability_of(tiny("llama", num_hidden_layers=4)).mode is VerifyMode.TREE
     assert capability_of(tiny_or_skip("bloom")).mode is VerifyMode.CHAIN
     assert ["cache slots" in line for line in lines] == [True], "one line, of the chain alone"
@@ -121,13 +121,13 @@ def test_unknown_targets_are_tried(untried, lines, kind, way, reason):
 def test_the_trial_agrees_with_what_is_known_of_trees(name):
     target = tiny_or_skip(name)
     assert known_capability(target).mode is VerifyMode.TREE
-    assert capability_probe._try_out(target, target.device).mode is VerifyMode.TREE
+    assert capability_probe.try_out(target, target.device).mode is VerifyMode.TREE
 
 
 @pytest.mark.parametrize("name", [*CHAINS, *PLAIN])
 def test_the_trial_finds_what_cannot_take_a_tree(name):
     target = chain_target(name) if name in CHAINS else tiny_or_skip(name)
-    capability = capability_probe._try_out(target, target.device)
+    capability = capability_probe.try_out(target, target.device)
     assert capability.mode is (VerifyMode.CHAIN if name in CHAINS else VerifyMode.PLAIN)
     assert known_capability(target) is None or known_capability(target).mode is capability.mode
     assert capability.restores == (
@@ -141,7 +141,7 @@ def test_rounding_is_told_from_mistakes_in_other_dtypes(dtype):
         target = like(kind).to(dtype)
         if kind is OneByOne:
             target.lm_head.weight.data.mul_(0.1)  # what is wrong must stand out of this dtype's rounding
-        assert capability_probe._try_out(target, target.device).mode is way
+        assert capability_probe.try_out(target, target.device).mode is way
 
 
 @pytest.mark.each_choice
@@ -151,14 +151,14 @@ def test_half_precision_changes_nothing(name, dtype):
     """Small mistakes that come near to rounding (ALiBi, Mamba's dropped state), and rounding that looks like more."""
     target = chain_target(name) if name in CHAINS else tiny_or_skip(name)
     way = VerifyMode.CHAIN if name in CHAINS else VerifyMode.PLAIN if name in PLAIN else VerifyMode.TREE
-    assert capability_probe._try_out(target.to(dtype), target.device).mode is way
+    assert capability_probe.try_out(target.to(dtype), target.device).mode is way
 
 
 def test_a_target_is_tried_once_per_class_and_config(untried, monkeypatch):
     tried = []
-    original = capability_probe._try_out
+    original = capability_probe.try_out
     monkeypatch.setattr(
-        capability_probe, "_try_out", lambda target, *more: tried.append(target) or original(target, *more)
+        capability_probe, "try_out", lambda target, *more: tried.append(target) or original(target, *more)
     )
     target, other = like(AnyCallerOf), like(AnyCallerOf)
     capability_of(target)

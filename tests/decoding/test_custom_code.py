@@ -40,9 +40,9 @@ def trials(monkeypatch):
         made.append([piece.name for piece in custom])
         return original(target, device, rows, known, custom)
 
-    original = capability_probe._try_out
+    original = capability_probe.try_out
     monkeypatch.setattr(capability_probe, "_found", type(capability_probe._found)())
-    monkeypatch.setattr(capability_probe, "_try_out", count)
+    monkeypatch.setattr(capability_probe, "try_out", count)
     return made
 
 
@@ -489,7 +489,7 @@ def test_a_trial_needs_no_float64(family, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "double", refuse)
     expected = VerifyMode.TREE if family == "qwen3" else VerifyMode.CHAIN
-    assert capability_probe._try_out(model, model.device).mode is expected
+    assert capability_probe.try_out(model, model.device).mode is expected
 
 
 # ----- targets with cross-attention layers ---------------------------------------------------------------------------

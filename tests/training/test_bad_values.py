@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eagle3_hf import Eagle3DraftModel
-from eagle3_hf.cli import _parser, main
+from eagle3_hf.cli import main, make_parser
 from eagle3_hf.commands import values
 from support.chats import chat_tokenizer, tiny_target
 from support.training_runs import chats
@@ -75,7 +75,7 @@ def valid(folder: Path, out: Path, command: str) -> list[str]:
 
 
 def actions(command: str) -> list[argparse.Action]:
-    (commands,) = [action for action in _parser()._actions if action.dest == "command"]
+    (commands,) = [action for action in make_parser()._actions if action.dest == "command"]
     return [action for action in commands.choices[command]._actions if action.dest != "help"]
 
 

@@ -114,7 +114,7 @@ def _tried(
         return verdicts.capabilities[key]
     memories = [Memory(piece.code) for piece in custom]
     try:
-        capability = _try_out(target, device, batch_size, known, custom)
+        capability = try_out(target, device, batch_size, known, custom)
     finally:
         counting = [piece.name for piece, memory in zip(custom, memories, strict=True) if memory.has_counted()]
         for piece, memory in zip(custom, memories, strict=True):
@@ -135,7 +135,7 @@ def _key(target: PreTrainedModel) -> str:
     return hashlib.sha256("\n".join([config.to_json_string(use_diff=False), *kinds]).encode()).hexdigest()
 
 
-def _try_out(
+def try_out(
     target: PreTrainedModel,
     device: torch.device,
     batch_size: int = 1,
