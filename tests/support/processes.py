@@ -47,14 +47,14 @@ def run_forked(function: Callable[..., Any], *arguments: Any, seconds: float = 3
     process = context.Process(target=_call, args=(sender, function, arguments))
     process.start()
     sender.close()  # so that the end of a process that was killed is the end of what can be read
-    process.join(seconds)
-    if process.exitcode is None:
+    if not receiver.poll(seconds):
         process.kill()
         raise TimeoutError(f"{function.__name__} took more than {seconds} seconds in a fork")
     try:
         raised = receiver.recv()
     except EOFError:
         raised = ""
+    process.join()
     return process.exitcode, raised
 
 

@@ -332,6 +332,34 @@ def run_case(number: int, seed: int, decode: bool, keep: bool = False) -> tuple[
     return outcome, f"{number} {case.head}: {'; '.join(case.story)}"
 
 
+def prepare() -> None:
+    """Make this process ready for cases: it stays so."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, alarm)
+    library = logging.getLogger("transformers")  # ours hang under it
+    library.propagate = False
+    library.handlers.clear()
+    library.addHandler(logging.NullHandler())
+    plain_text()
+
+
+def run_cases(count: int, seed: int, decode_every: int, verbose: bool = False) -> dict:
+    """The number of cases of each outcome, the findings, and what it took, in seconds and bytes."""
+    limit_memory()
+    start, before, outcomes, findings = time.monotonic(), peak_memory(), Counter(), []
+    for number in range(count):
+        sys.stderr.write(f"case {number}\n")  # the last one, should the process hang or be killed
+        outcome, story = run_case(number, seed, number % decode_every == 0)
+        if verbose:
+            sys.stdout.write(f"{outcome}: {story}\n")
+        if outcome.startswith("FINDING"):
+            findings.append(f"{story}\n    {outcome}")
+            outcome = "finding"
+        outcomes[outcome] += 1
+    summary = {**outcomes, "seconds": round(time.monotonic() - start, 1), "grown": peak_memory() - before}
+    return {**summary, "findings": findings}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=300)
@@ -340,29 +368,11 @@ def main() -> None:
     parser.add_argument("--decode-every", type=int, default=3, help="every n-th head that loads also decodes")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, alarm)
-    library = logging.getLogger("transformers")  # ours hang under it
-    library.propagate = False
-    library.handlers.clear()
-    library.addHandler(logging.NullHandler())
-    plain_text()
+    prepare()
     if args.only is not None:
         sys.stdout.write(" ".join(run_case(args.only, args.seed, decode=True, keep=True)) + "\n")
         return
-    limit_memory()
-    start, before, outcomes, findings = time.monotonic(), peak_memory(), Counter(), []
-    for number in range(args.count):
-        sys.stderr.write(f"case {number}\n")  # the last one, should the process hang or be killed
-        outcome, story = run_case(number, args.seed, number % args.decode_every == 0)
-        if args.verbose:
-            sys.stdout.write(f"{outcome}: {story}\n")
-        if outcome.startswith("FINDING"):
-            findings.append(f"{story}\n    {outcome}")
-            outcome = "finding"
-        outcomes[outcome] += 1
-    summary = {**outcomes, "seconds": round(time.monotonic() - start, 1), "grown": peak_memory() - before}
-    sys.stdout.write(json.dumps({**summary, "findings": findings}) + "\n")
+    sys.stdout.write(json.dumps(run_cases(args.count, args.seed, args.decode_every, args.verbose)) + "\n")
 
 
 if __name__ == "__main__":
