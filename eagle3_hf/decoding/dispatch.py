@@ -1,5 +1,6 @@
 """The choice of a decoding loop: with trees, with chains, or plain decoding if the target can verify neither."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,7 +8,6 @@ from transformers import DynamicCache, GenerationConfig
 
 from ..acceptance import SpeculationStats
 from ..model.modeling_eagle3 import Eagle3DraftModel
-from ..model.tree_settings import TreeSettings
 from ..utils.logging import get_logger
 from .loop import SpeculativeDecoding
 from .target.capability import VerifyMode
@@ -64,7 +64,8 @@ def decode(
     _do_not_compile(generation_config)
     settings = call_settings(target, draft, generation_config)
     if capability.mode is VerifyMode.CHAIN:
-        settings = TreeSettings(settings.depth, settings.depth, 1, settings.at_most)
+        nodes = settings.depth if settings.lookup_levels is None else max(settings.depth, settings.reach)
+        settings = replace(settings, num_nodes=nodes, top_k=1)
     if capability.restores and generation_config.output_attentions:
         raise ValueError(
             f"output_attentions=True with a draft head is not supported for {type(target).__name__}, whose recurrent "

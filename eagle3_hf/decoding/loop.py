@@ -21,7 +21,9 @@ from ..model.target_modules import media_token_ids
 from ..model.tree_settings import TreeSettings
 from .draft.candidate import Eagle3Candidate
 from .draft.inputs import DraftInputs, PromptMedia
-from .draft.sizing import RoundSizes, TreeSizer, sizer_of
+from .draft.lookup import Lookup
+from .draft.proposer import Proposer
+from .draft.sizing import FixedSizes, TreeSizer, sizer_of
 from .handover import CacheHandover
 from .output.emitter import FURTHEST_AHEAD, TokenEmitter
 from .output.outputs import StepRecord
@@ -121,14 +123,8 @@ class SpeculativeDecoding:
         verified = self._clock()
         walk = self._accept(tree, outputs, active, padding)
         accepted = self._clock()
-        self._sizes.observe(
-            tree,
-            {index: walk.paths[index] for index in active},
-            self._in_step or self.tokens.was_moved,
-            self._candidate.num_fed,
-            proposed - start,
-            accepted - proposed,
-        )
+        paths = {index: walk.paths[index] for index in active}
+        self._proposer.observe(paths, proposed - start, accepted - proposed)
         self._commit(walk, features, live)
         self.stats.draft_seconds += proposed - start
         self.stats.verify_seconds += verified - proposed
@@ -144,14 +140,7 @@ class SpeculativeDecoding:
         Returns:
             The trees, and the sequences that got a chain of pad tokens.
         """
-        roots, depth = self.batch.roots(), self._depth_left(active)
-        size = self._sizes.choose(depth, self.batch.longest)
-        if size is None:
-            tree = DraftTree.root_only(roots)
-        else:
-            leads = [sequence.lead(self.batch.steps) for sequence in self.batch]
-            # There may be fewer candidates than asked for (because of cutoffs or NaN): the forward is then smaller.
-            tree = self._candidate.draft_tree(None, depth, size, roots, leads).trimmed()
+        tree = self._proposer.propose(self._depth_left(active), active)
         chains = self._handover.pad_chains(tree, active)
         idle = {each.index: each.upcoming(1) for each in self.batch if each.index not in active}
         return tree.with_chains({**idle, **chains}), list(chains)
@@ -203,10 +192,12 @@ class SpeculativeDecoding:
         kept = self._handover.keep(walk, features.shape[1])
         told = [path if index in live else [] for index, path in enumerate(kept)]
         tokens = [sequence.tokens(steps[sequence.index], len(told[sequence.index])) for sequence in self.batch]
-        self._candidate.feed_later(DraftInputs.on_paths(features, told, tokens, positions))
+        self._proposer.feed_later(DraftInputs.on_paths(features, told, tokens, positions))
         for sequence in self.batch:
-            if sequence.cache_len < old_lens[sequence.index]:
-                self._candidate.rewind(sequence.index, sequence.root_position)
+            if sequence.rewound_to is not None:
+                was_fed = sequence.cache_len < old_lens[sequence.index]
+                position = sequence.root_position if was_fed else None
+                self._proposer.rewind(sequence.index, sequence.rewound_to, position)
         self.batch.forget_rewound()
 
     # ----- parts of a round -----------------------------------------------------------------------------------------
@@ -241,7 +232,7 @@ class SpeculativeDecoding:
                 depth = tree.host()[index].depth
                 self.stats.record(accepted, accepted if accepted == len(path) else depth, len(path))
                 if depth:
-                    self._candidate.watch(accepted)
+                    self._proposer.watch(accepted)
 
     # ----- before and after the rounds ------------------------------------------------------------------------------
 
@@ -259,37 +250,58 @@ class SpeculativeDecoding:
         media = None if embeds is None else PromptMedia(embeds, media_token_ids(self._model))
         roots = [sequence.root_position for sequence in self.batch]
         inputs = DraftInputs.of_prompt(features, self.batch.ids_until(1), self._prompt_mask, roots, media)
-        self._candidate = Eagle3Candidate(
-            self._model,
-            self.draft,
-            self.settings,
-            noise=self.tokens.noise,
-            warpers=self._warpers,
-            start_position=roots[0] - inputs.count,
-            pad_token_id=int(inputs.tokens[0, -1]),
-            coupled=getattr(self.draft.generation_config, "assistant_coupled_sampling", True),
-        )
-        self._candidate.feed_later(inputs)
         # All sequences, finished ones included, then stay at the same step throughout.
         forced = bool(self._rope_limits) or self.target.capability.mode is VerifyMode.CHAIN or self.target.forgets
         self._in_step = self.tokens.needs_lock_step or (len(self.batch) > 1 and forced)
         self._handover.begin(self._in_step)
-        self._sizes = RoundSizes(self.settings, self._find_sizer() if self.settings.at_most else None)
+        self._proposer = self._new_proposer(inputs)
         self._prefill_seconds = self._clock() - start
 
     def _slots_behind(self) -> tuple[int, int]:
         """Return how many slots the text can fill behind the prompt, and trees behind the text."""
         new, nodes = self.config.max_length - self.batch.prompt_length, self.settings.num_nodes + 1
         # In a batch, the tree of a finished sequence is a chain of pad tokens.
-        chain = 0 if len(self.batch) == 1 else min(new, FURTHEST_AHEAD) + self.settings.depth + 1
+        chain = 0 if len(self.batch) == 1 else min(new, FURTHEST_AHEAD) + self.settings.reach + 1
         return new, max(nodes, chain)
 
-    def _find_sizer(self) -> TreeSizer:
-        """Return the sizer of calls with the same costs and acceptance as this one."""
+    def _new_proposer(self, inputs: DraftInputs) -> Proposer:
+        """Return the proposer of the call, from the draft's inputs of the prompt."""
+        coupled = getattr(self.draft.generation_config, "assistant_coupled_sampling", True)
+        head = Eagle3Candidate(
+            self._model,
+            self.draft,
+            self.settings,
+            noise=self.tokens.noise,
+            warpers=self._warpers,
+            start_position=self.batch[0].root_position - inputs.count,
+            pad_token_id=int(inputs.tokens[0, -1]),
+            coupled=coupled,
+        )
+        head.feed_later(inputs)
+        lookup = None
+        if self.settings.lookup_levels is not None:
+            lookup = Lookup(self._prompts(), media_token_ids(self._model))
+        noise = self.tokens.noise if coupled else None
+        return Proposer(self.batch, self.settings, self._sizes(), head, lookup, noise)
+
+    def _prompts(self) -> list[list[int]]:
+        """Return the tokens of each sequence's prompt, without padding."""
+        ids, mask = self.batch.ids_until(0), self._prompt_mask
+        if mask is None or mask.dim() != 2 or mask.shape[1] < ids.shape[1]:
+            return ids.tolist()
+        shown = mask[:, -ids.shape[1] :].tolist()
+        return [
+            [token for token, is_shown in zip(own, seen, strict=True) if is_shown]
+            for own, seen in zip(ids.tolist(), shown, strict=True)
+        ]
+
+    def _sizes(self) -> FixedSizes | TreeSizer:
+        """Return what chooses the sizes: fixed, or by what calls of the same costs and acceptance have learnt."""
+        if not self.settings.at_most:
+            return FixedSizes(self.settings)
         model, sampled = self._model, self.tokens.noise is not None
         kind = model.device, model.dtype, torch.get_num_threads(), sampled, self._in_step, self.tokens.is_plain_greedy
-        chain = self.target.capability.mode is VerifyMode.CHAIN
-        return sizer_of(self.draft, model, self.settings, len(self.batch), chain, kind)
+        return sizer_of(self.draft, model, self.settings, len(self.batch), kind)
 
     def _finish_stats(self, seconds: float) -> None:
         self.stats.emitted = self.batch.num_emitted

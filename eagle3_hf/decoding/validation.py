@@ -148,4 +148,5 @@ def _check_number(target, draft: Eagle3DraftModel, config: GenerationConfig) -> 
 def call_settings(target, draft: Eagle3DraftModel, config: GenerationConfig) -> TreeSettings:
     """Return the tree settings of a call: the head's own, with the call's `num_assistant_tokens` if it sets one."""
     number = config.num_assistant_tokens
-    return tree_settings(draft, target, None if number in (None, _DEFAULT_NUM_ASSISTANT_TOKENS) else number)
+    number = None if number in (None, _DEFAULT_NUM_ASSISTANT_TOKENS) else number
+    return tree_settings(draft, target, number, getattr(config, "assistant_lookup", None))
