@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from ..acceptance import SpeculationStats
+from ..model.lookup_draft import LookupDraft
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..utils.logging import get_logger
 from .loop import SpeculativeDecoding
@@ -25,7 +26,7 @@ logger = get_logger(__name__)
 
 def decode(
     target,
-    draft: Eagle3DraftModel,
+    draft: Eagle3DraftModel | LookupDraft,
     input_ids: torch.LongTensor,
     logits_processor,
     stopping_criteria,
@@ -118,7 +119,7 @@ def _do_not_compile(config: GenerationConfig) -> None:
     config.disable_compile = True
 
 
-def _decode_plainly(target, draft: Eagle3DraftModel, input_ids: torch.LongTensor, **kwargs):
+def _decode_plainly(target, draft: Eagle3DraftModel | LookupDraft, input_ids: torch.LongTensor, **kwargs):
     """Run ordinary decoding, for targets that cannot verify drafts; the statistics then count no rounds."""
     draft.stats = SpeculationStats()  # set first: after an exception the statistics must not be those of another call
     output = target._sample(input_ids, **kwargs)

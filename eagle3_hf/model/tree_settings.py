@@ -96,9 +96,9 @@ def tree_settings(
 ) -> TreeSettings:
     """The draft's own settings, with a call's number of nodes and lookup instead of its own when given.
 
-    Where the number of nodes is not set, or `"auto"`, the settings are the limits of what `sizing` chooses. Limits that
-    are not set either depend on the target's device. With deterministic algorithms no clock may decide, so that these
-    limits are the size then.
+    Where the number of nodes is not set, or `"auto"`, the settings are the limits of what `sizing` chooses; limits
+    that are not set either depend on the target's device. With deterministic algorithms no clock may decide, so that
+    the size is fixed by the device then.
     """
     given = given_tree(draft.generation_config)
     if num_assistant_tokens is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from ...model.tree_settings import TreeSettings
@@ -145,7 +146,7 @@ class Proposer:
 
 def _race(noise: Noise, index: int, lead: int) -> RaceNoise:
     """Return the noise of a token at a level of one sequence's tree."""
-    rows: dict[int, Sequence[float]] = {}
+    rows: dict[int, np.ndarray] = {}
 
     def at(level: int, token: int) -> float:
         if level not in rows:

@@ -233,7 +233,7 @@ class TreeSizer:
             self._learn_values(candidates, nodes, len(paths.get(index, ())) - 1)
         self._learn_levels(proposal)
         if proposal.levels:
-            self._weigh_head(proposal, paths, draft)
+            self._weigh_head(proposal, paths)
 
     # ----- what is learnt -------------------------------------------------------------------------------------------
 
@@ -294,9 +294,10 @@ class TreeSizer:
         return gain > self._rate() * self._level_seconds(level)
 
     def _level_seconds(self, level: int) -> float:
+        """Return the seconds of one more level than `level`; feeding the head is part of the first one."""
         if not self._draft.is_known:
-            return self._shape.level * self._here.seconds(0)
-        return max(0.0, self._draft.seconds(level + 1) - self._draft.seconds(level))
+            return (self._shape.level if level else self._shape.draft) * self._here.seconds(0)
+        return max(0.0, self._draft.seconds(level + 1) - (self._draft.seconds(level) if level else 0.0))
 
     def _levels_ahead(self, most: int) -> int:
         """Return the number of levels that pay by the frontiers of earlier rounds."""
@@ -311,14 +312,16 @@ class TreeSizer:
 
     # ----- the head on and off --------------------------------------------------------------------------------------
 
-    def _weigh_head(self, proposal: Proposal, paths: dict[int, list[int]], draft: float) -> None:
-        """Add to the balance what the head's nodes gave in a round, less what they cost; leave it out if too little."""
+    def _weigh_head(self, proposal: Proposal, paths: dict[int, list[int]]) -> None:
+        """Add what the head's nodes gave in a round to the balance, less what they cost. If too low, leave it out."""
         plain, kept = self._here.seconds(0), proposal.num_nodes
         gained, most_others = 0, 0
         for index, each in proposal.candidates.items():
             owed = _owed_to_head(each, kept)
             gained += sum(owed[node - 1] for node in paths.get(index, ())[1:])
             most_others = max(most_others, kept - sum(owed))
+        # Not the seconds of this very round: its head may have been fed a whole prompt.
+        draft = sum(map(self._level_seconds, range(proposal.levels)))
         cost = draft + max(0.0, self._here.seconds(kept) - self._here.seconds(most_others))
         active = max(1, len(proposal.candidates))
         self._balance = min(_GREATEST, self._balance + gained / active - cost / plain)
