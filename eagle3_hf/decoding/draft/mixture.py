@@ -51,6 +51,21 @@ class Pool(NamedTuple):
     log_probs: list[float]
     width: int
 
+    def expanded_masses(self) -> list[float]:
+        """Return the head's probability of all expanded nodes of each level, from the children of the root on."""
+        masses: list[float] = []
+        depths = {-1: 0}
+        for first in range(0, len(self.tokens), self.width):
+            parent = self.parents[first]
+            depth = depths[parent]
+            for entry in range(first, first + self.width):
+                depths[entry] = depth + 1
+            if depth:
+                if depth > len(masses):
+                    masses.append(0.0)
+                masses[depth - 1] += math.exp(self.scores[parent])
+        return masses
+
 
 EMPTY = Pool([], [], [], [], 1)
 

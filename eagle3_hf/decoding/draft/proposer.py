@@ -79,7 +79,9 @@ class Proposer:
         settings = self._settings.capped(plan.levels)
         pool = self._head.draft_pool(settings, leads, self._sizes.goes_on)
         self.proposal.levels, self.proposal.num_fed = pool.num_levels, self._head.num_fed
-        return pool.host()
+        pools = pool.host()
+        self.proposal.masses = [sum(level) for level in zip(*(each.expanded_masses() for each in pools), strict=True)]
+        return pools
 
     def _best(self, index: int, pool: Pool, plan: Plan, depth: int, lead: int) -> Candidates:
         sequence, guesses = self._batch[index], None

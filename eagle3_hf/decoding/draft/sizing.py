@@ -27,7 +27,9 @@ from .mixture import HEAD, Candidates
 logger = get_logger(__name__)
 
 _PRIOR = 8.0  # accepted nodes of a level for which the belief counts that its probabilities are right
-_KEPT_SHARE = 0.5  # of a frontier's probability, the part that the next level is believed to give
+_KEPT_SHARE = 0.4  # of a frontier's probability, the part that the next level is believed to give
+_KEPT_PRIOR = 4.0  # frontiers for which this belief counts
+_ONE_MORE = 16  # where levels are chosen ahead, one round in this many has one more, to learn what that gives
 _RECENT = 256  # rounds, after which older ones count half as much in what is learnt of probabilities
 _RATE_ROUNDS = 32.0  # rounds over which the rate is averaged
 _FIRST_RATE = 1.5  # the rate that is believed at first, in plain steps
@@ -35,8 +37,8 @@ _PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew while dra
 _FEW = 3  # measurements of plain steps that are taken in any case
 # Balance of the head, in plain steps a sequence: what its nodes gave, less what they cost. At the lowest one the head
 # is left out. It starts again a little above, and never holds more than the greatest.
-_LOWEST, _AGAIN, _GREATEST = -1.0, -0.5, 3.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 24, 4096  # steps without the head, doubled each time
+_LOWEST, _AGAIN, _GREATEST = -1.5, -0.5, 3.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 48, 4096  # steps without the head, doubled each time
 _LEAST_VALUE = 0.01  # nodes that are accepted less often are not even looked at
 
 
@@ -99,12 +101,14 @@ class Proposal:
         candidates: The nodes of each active sequence, best first, by its index.
         num_nodes: How many of them were kept.
         levels: Levels that the head has grown.
+        masses: For each but the last of them, the probability of all nodes that were expanded there.
         num_fed: Positions that the head was fed before.
     """
 
     candidates: dict[int, Candidates] = field(default_factory=dict)
     num_nodes: int = 0
     levels: int = 0
+    masses: list[float] = field(default_factory=list)
     num_fed: int = 0
 
 
@@ -150,12 +154,10 @@ class TreeSizer:
         self._here = Curve(self._verify_shape)
         self._draft = Curve(lambda levels: shape.draft + shape.level * (levels - 1))
         reach = limits.reach + 1
-        self._predicted, self._right = [_PRIOR] * reach, [_PRIOR] * reach  # by level, 1 for children of the root
+        self._predicted, self._right = [0.0] * reach, [0.0] * reach  # by level, 1 for children of the root
         # By number of levels: probability on the frontier, and what a further level gave.
-        self._masses = [_PRIOR / 2] * (limits.depth + 1)
-        self._gains = [_PRIOR / 2 * _KEPT_SHARE] * (limits.depth + 1)
+        self._masses, self._gains = [0.0] * (limits.depth + 1), [0.0] * (limits.depth + 1)
         self._mean_masses = [0.9 * 0.75**level for level in range(limits.depth + 1)]
-        self._frontier: list[float] = []
         self._tokens = self._seconds = 0.0
         self._rounds = self._since_plain = 0
         self._balance, self._left, self._pause = 0.0, 0, _FIRST_PAUSE
@@ -171,7 +173,6 @@ class TreeSizer:
             context: Number of tokens before the round.
         """
         self._here = self._curve_at(context)
-        self._frontier = []
         if not self._here.is_known or self._wants_plain():
             return Plan(0, 0)
         levels = min(depth, self._limits.depth)
@@ -191,9 +192,7 @@ class TreeSizer:
         """
         if not self._waits:
             return True
-        mass = float(scores.exp().sum()) * self._correction(level)
-        self._frontier.append(mass)
-        return self._pays(level, mass)
+        return self._pays(level, float(scores.exp().sum()))
 
     def keep(self, candidates: Sequence[Candidates]) -> int:
         """Return how many of the best nodes of each sequence to verify."""
@@ -264,7 +263,7 @@ class TreeSizer:
 
     def _correction(self, level: int) -> float:
         level = min(level, len(self._right) - 1)
-        return min(1.25, self._right[level] / self._predicted[level])
+        return min(1.25, (self._right[level] + _PRIOR) / (self._predicted[level] + _PRIOR))
 
     def _learn_values(self, candidates: Candidates, kept: int, reached: int) -> None:
         for value, depth in zip(candidates.values[:kept], candidates.depths, strict=False):
@@ -283,15 +282,14 @@ class TreeSizer:
             for value, depth, source in zip(each.values[:kept], each.depths, each.sources, strict=False):
                 if depth <= proposal.levels and source == HEAD:
                     gave[depth] += max(0.0, value * self._correction(depth) - price / self._batch)
-        for level, mass in enumerate(self._frontier, start=1):
+        for level, mass in enumerate(proposal.masses, start=1):
             self._mean_masses[level] += (mass / self._batch - self._mean_masses[level]) / _RATE_ROUNDS
-            if level < proposal.levels:
-                self._masses[level] += mass
-                self._gains[level] += gave[level + 1]
+            self._masses[level] += mass
+            self._gains[level] += gave[level + 1]
 
     def _pays(self, level: int, mass: float) -> bool:
-        gain = mass * self._gains[level] / self._masses[level]
-        return gain > self._rate() * self._level_seconds(level)
+        share = (self._gains[level] + _KEPT_PRIOR * _KEPT_SHARE) / (self._masses[level] + _KEPT_PRIOR)
+        return mass * share > self._rate() * self._level_seconds(level)
 
     def _level_seconds(self, level: int) -> float:
         """Return the seconds of one more level than `level`; feeding the head is part of the first one."""
@@ -304,7 +302,7 @@ class TreeSizer:
         level = 1
         while level < most and self._pays(level, self._batch * self._mean_masses[level]):
             level += 1
-        return min(level, most)
+        return min(level + (self._rounds % _ONE_MORE == 0), most)
 
     def _forget(self) -> None:
         for counts in (self._predicted, self._right, self._masses, self._gains):
