@@ -126,6 +126,7 @@ class SpeculativeDecoding:
         accepted = self._clock()
         paths = {index: walk.paths[index] for index in active}
         self._proposer.observe(paths, proposed - start, accepted - proposed)
+        self._proposer.count(self.stats, paths)
         self._commit(walk, features, tree.tokens.shape[1], live)
         self.stats.draft_seconds += proposed - start
         self.stats.verify_seconds += verified - proposed

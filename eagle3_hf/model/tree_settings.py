@@ -23,10 +23,10 @@ LARGEST_TREE = 2**16  # of each of the three
 
 
 def declare_tree_settings(config: GenerationConfig) -> None:
-    """Give a generation config (new, or of a published head) the three fields; `None` where the head does not say."""
+    """Give a generation config (new, or of a published head) our fields; `None` where the head does not say."""
     # Where this is set, transformers saves fields that it does not know, and drops them when it loads the file.
     config._from_model_config = False
-    for name in PAPER_TREE:
+    for name in (*PAPER_TREE, "assistant_lookup"):
         setattr(config, name, getattr(config, name, None))
 
 

@@ -14,7 +14,8 @@ from support.families import prompt
 from support.heads import new_head, published, write_folder
 
 
-CPU, PAPER = TreeSettings(11, 3, 4), TreeSettings(59, 8, 10)
+CPU, PAPER = TreeSettings(31, 8, 4, True, 16), TreeSettings(59, 8, 10, True, 16)
+FIXED = TreeSettings(59, 8, 10, lookup_levels=16)
 # An accelerator's stand-in: weights that are not on a CPU.
 ELSEWHERE = "meta"
 

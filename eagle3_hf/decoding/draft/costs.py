@@ -7,6 +7,7 @@ from statistics import median
 
 
 _KEPT = 7  # measurements of each size, so that the median ignores disturbed ones
+_ENOUGH = 3  # of them, to need no others
 _NARROW = 1.5  # how fast a measurement's weight falls with the distance in octaves
 
 
@@ -55,6 +56,8 @@ class Curve:
             if self._scale is None:
                 raise ValueError("no measurement and no scale")
             return self._scale
+        if self.count(size) >= _ENOUGH:
+            return median(self._ratios[size])
         total = weights = 0.0
         for other, ratios in self._ratios.items():
             distance = abs(math.log2((size + 1) / (other + 1)))
@@ -69,3 +72,41 @@ class Curve:
         for size, ratios in self._ratios.items():
             curve._ratios[size] = deque([median(ratios)], _KEPT)
         return curve
+
+
+class LevelCosts:
+    """Seconds of drafting by number of levels.
+
+    Args:
+        first: Expected seconds of feeding the head and growing one level, in any unit.
+        further: Expected seconds of each further level, in the same unit.
+    """
+
+    def __init__(self, first: float, further: float):
+        self._first = first
+        self._further = further
+        self._kept: dict[int, deque[float]] = {}
+
+    def add(self, levels: int, seconds: float) -> None:
+        """Add a measurement."""
+        self._kept.setdefault(levels, deque(maxlen=_KEPT)).append(seconds)
+
+    def another(self, levels: int, unit: float) -> float:
+        """Return the seconds of one more level than `levels`; feeding the head is part of the first one.
+
+        Args:
+            levels: Number of levels.
+            unit: Seconds of one unit, used until something is measured.
+        """
+        if not self._kept:
+            return unit * (self._further if levels else self._first)
+        medians = {count: median(kept) for count, kept in self._kept.items()}
+        near = min(medians, key=lambda count: abs(count - max(1, levels)))
+        others = [count for count in medians if count != near]
+        if others:
+            # Neighbours tell it; else the nearest two that are known.
+            other = levels + 1 if near == levels and levels + 1 in medians else min(others, key=lambda c: abs(c - near))
+            step = max(0.0, (medians[other] - medians[near]) / (other - near))
+        else:
+            step = medians[near] * self._further / (self._first + self._further * (near - 1))
+        return step if levels else max(0.0, medians[near] - step * (near - 1))

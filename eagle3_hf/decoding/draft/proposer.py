@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from ...acceptance import SpeculationStats
 from ...model.tree_settings import TreeSettings
 from ..coupling import Noise
 from ..sequence import Batch
@@ -12,7 +13,7 @@ from ..tree import DraftTree
 from .candidate import Eagle3Candidate
 from .inputs import DraftInputs
 from .lookup import Lookup
-from .mixture import EMPTY, Candidates, Pool, RaceNoise, best_nodes
+from .mixture import BOTH, EMPTY, HEAD, LOOKUP, Candidates, Pool, RaceNoise, best_nodes
 from .sizing import FixedSizes, Plan, Proposal, TreeSizer
 
 
@@ -63,7 +64,9 @@ class Proposer:
         leads = [sequence.lead(self._batch.steps) for sequence in self._batch]
         if self._lookup is None and isinstance(self._sizes, FixedSizes) and self._head is not None:
             # There may be fewer candidates than asked for (because of cutoffs or NaN): the forward is then smaller.
-            return self._head.draft_tree(None, depth, self._settings, roots, leads).trimmed()
+            tree = self._head.draft_tree(None, depth, self._settings, roots, leads).trimmed()
+            self.proposal.levels, self.proposal.num_nodes = plan.levels, tree.tokens.shape[1] - 1
+            return tree
         pools = self._pools(plan, leads)
         for index in active:
             self.proposal.candidates[index] = self._best(index, pools[index], plan, depth, leads[index])
@@ -131,6 +134,30 @@ class Proposer:
     def observe(self, paths: dict[int, list[int]], draft: float, verify: float) -> None:
         """Learn from a round, see [`TreeSizer.observe`]."""
         self._sizes.observe(self.proposal, paths, draft, verify)
+
+    def count(self, stats: SpeculationStats, paths: dict[int, list[int]]) -> None:
+        """Add what was drafted and accepted in a round.
+
+        Args:
+            stats: The counters.
+            paths: Index of a sequence -> the visited nodes of its tree, for the sequences that were to advance.
+        """
+        kept = self.proposal.num_nodes
+        stats.levels += self.proposal.levels
+        stats.plain_rounds += not kept
+        stats.headless_rounds += not self.proposal.levels
+        for index, path in paths.items():
+            own = self.proposal.candidates.get(index)
+            if own is None:  # by the head alone, on its device
+                stats.drafted += kept
+                stats.from_head += max(0, len(path) - 1)
+                continue
+            stats.drafted += len(own.tokens[:kept])
+            stats.predicted += sum(own.values[:kept])
+            sources = [own.sources[node - 1] for node in path[1:]]
+            stats.from_head += sources.count(HEAD)
+            stats.from_lookup += sources.count(LOOKUP)
+            stats.from_both += sources.count(BOTH)
 
     def rewind(self, index: int, step: int, position: int | None) -> None:
         """Forget the tokens of a sequence from `step` on.

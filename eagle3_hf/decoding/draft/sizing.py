@@ -20,14 +20,16 @@ import torch
 
 from ...model.tree_settings import TreeSettings
 from ...utils.logging import get_logger
-from .costs import Curve
+from .costs import Curve, LevelCosts
 from .mixture import HEAD, Candidates
 
 
 logger = get_logger(__name__)
 
-_PRIOR = 8.0  # accepted nodes of a level for which the belief counts that its probabilities are right
-_KEPT_SHARE = 0.4  # of a frontier's probability, the part that the next level is believed to give
+# At first, this share of the nodes of the first level that the head expects to be accepted is believed to be, and this
+# belief counts for so many expected nodes. Each level is believed to be like the one above it.
+_TRUST, _EXPECTED = 0.67, 3.0
+_KEPT_SHARE = 0.4  # of the first frontier's probability, the part that the next level is believed to give
 _KEPT_PRIOR = 4.0  # frontiers for which this belief counts
 _ONE_MORE = 16  # where levels are chosen ahead, one round in this many has one more, to learn what that gives
 _RECENT = 256  # rounds, after which older ones count half as much in what is learnt of probabilities
@@ -38,7 +40,9 @@ _FEW = 3  # measurements of plain steps that are taken in any case
 # Balance of the head, in plain steps a sequence: what its nodes gave, less what they cost. At the lowest one the head
 # is left out. It starts again a little above, and never holds more than the greatest.
 _LOWEST, _AGAIN, _GREATEST = -1.5, -0.5, 3.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 48, 4096  # steps without the head, doubled each time
+_FIRST_BALANCE = -0.5
+_KNOWN = 16  # rounds of the head, after which it is known
+_FIRST_PAUSE, _LONGEST_PAUSE = 48, 512  # steps without the head, doubled each time
 _LEAST_VALUE = 0.01  # nodes that are accepted less often are not even looked at
 
 
@@ -152,15 +156,16 @@ class TreeSizer:
         )
         self._curves: dict[int, Curve] = {}
         self._here = Curve(self._verify_shape)
-        self._draft = Curve(lambda levels: shape.draft + shape.level * (levels - 1))
+        self._draft = LevelCosts(shape.draft, shape.level)
         reach = limits.reach + 1
         self._predicted, self._right = [0.0] * reach, [0.0] * reach  # by level, 1 for children of the root
+        self._corrections = self._new_corrections()
         # By number of levels: probability on the frontier, and what a further level gave.
         self._masses, self._gains = [0.0] * (limits.depth + 1), [0.0] * (limits.depth + 1)
         self._mean_masses = [0.9 * 0.75**level for level in range(limits.depth + 1)]
         self._tokens = self._seconds = 0.0
         self._rounds = self._since_plain = 0
-        self._balance, self._left, self._pause = 0.0, 0, _FIRST_PAUSE
+        self._balance, self._left, self._pause, self._judged = _FIRST_BALANCE, 0, _FIRST_PAUSE, 0
         self._was_off = False
 
     # ----- a round --------------------------------------------------------------------------------------------------
@@ -173,6 +178,7 @@ class TreeSizer:
             context: Number of tokens before the round.
         """
         self._here = self._curve_at(context)
+        self._corrections = self._new_corrections()
         if not self._here.is_known or self._wants_plain():
             return Plan(0, 0)
         levels = min(depth, self._limits.depth)
@@ -199,11 +205,10 @@ class TreeSizer:
         rate, best, most = self._rate(), 0, 0.0
         longest = max((len(each.tokens) for each in candidates), default=0)
         fixed, promised = self._here.seconds(0), 0.0
-        corrections = [self._correction(level) for level in range(self._limits.reach + 1)]
         for count in range(1, longest + 1):
             for each in candidates:
                 if count <= len(each.values):
-                    promised += each.values[count - 1] * corrections[each.depths[count - 1]]
+                    promised += each.values[count - 1] * self._corrections[each.depths[count - 1]]
             gain = promised - rate * (self._here.seconds(count) - fixed)
             if gain > most:
                 best, most = count, gain
@@ -261,9 +266,13 @@ class TreeSizer:
         plain = self._batch / self._here.seconds(0)
         return max(plain, self._tokens / self._seconds) if self._seconds else plain
 
-    def _correction(self, level: int) -> float:
-        level = min(level, len(self._right) - 1)
-        return min(1.25, (self._right[level] + _PRIOR) / (self._predicted[level] + _PRIOR))
+    def _new_corrections(self) -> list[float]:
+        """Return by level by how much more often nodes are accepted than their values say."""
+        corrections, ratio = [1.0], _TRUST
+        for right, predicted in zip(self._right[1:], self._predicted[1:], strict=True):
+            ratio = min(1.25, (right + _EXPECTED * ratio) / (predicted + _EXPECTED))
+            corrections.append(ratio)
+        return corrections
 
     def _learn_values(self, candidates: Candidates, kept: int, reached: int) -> None:
         for value, depth in zip(candidates.values[:kept], candidates.depths, strict=False):
@@ -281,21 +290,21 @@ class TreeSizer:
         for each in proposal.candidates.values():
             for value, depth, source in zip(each.values[:kept], each.depths, each.sources, strict=False):
                 if depth <= proposal.levels and source == HEAD:
-                    gave[depth] += max(0.0, value * self._correction(depth) - price / self._batch)
+                    gave[depth] += max(0.0, value - price / self._batch)
         for level, mass in enumerate(proposal.masses, start=1):
             self._mean_masses[level] += (mass / self._batch - self._mean_masses[level]) / _RATE_ROUNDS
             self._masses[level] += mass
             self._gains[level] += gave[level + 1]
 
     def _pays(self, level: int, mass: float) -> bool:
-        share = (self._gains[level] + _KEPT_PRIOR * _KEPT_SHARE) / (self._masses[level] + _KEPT_PRIOR)
-        return mass * share > self._rate() * self._level_seconds(level)
+        share = _KEPT_SHARE
+        for nearer in range(1, level + 1):  # each level is believed to be like the one above it
+            share = (self._gains[nearer] + _KEPT_PRIOR * share) / (self._masses[nearer] + _KEPT_PRIOR)
+        return mass * self._corrections[1] * share > self._rate() * self._level_seconds(level)
 
     def _level_seconds(self, level: int) -> float:
         """Return the seconds of one more level than `level`; feeding the head is part of the first one."""
-        if not self._draft.is_known:
-            return (self._shape.level if level else self._shape.draft) * self._here.seconds(0)
-        return max(0.0, self._draft.seconds(level + 1) - (self._draft.seconds(level) if level else 0.0))
+        return self._draft.another(level, self._here.seconds(0))
 
     def _levels_ahead(self, most: int) -> int:
         """Return the number of levels that pay by the frontiers of earlier rounds."""
@@ -313,10 +322,15 @@ class TreeSizer:
     def _weigh_head(self, proposal: Proposal, paths: dict[int, list[int]]) -> None:
         """Add what the head's nodes gave in a round to the balance, less what they cost. If too low, leave it out."""
         plain, kept = self._here.seconds(0), proposal.num_nodes
-        gained, most_others = 0, 0
+        self._judged += 1
+        gained, most_others = 0.0, 0
         for index, each in proposal.candidates.items():
             owed = _owed_to_head(each, kept)
-            gained += sum(owed[node - 1] for node in paths.get(index, ())[1:])
+            came = sum(owed[node - 1] for node in paths.get(index, ())[1:])
+            values = zip(each.values, each.depths, owed, strict=False)
+            expected = sum(value * self._corrections[depth] for value, depth, is_owed in values if is_owed)
+            # A head that is known is judged halfway by what was to be expected, so that luck alone does not decide.
+            gained += came if self._judged < _KNOWN else (came + expected) / 2
             most_others = max(most_others, kept - sum(owed))
         # Not the seconds of this very round: its head may have been fed a whole prompt.
         draft = sum(map(self._level_seconds, range(proposal.levels)))
