@@ -43,7 +43,7 @@ def reject_no_model(assistant: Any) -> None:
 def _may_be_model(assistant: Any) -> bool:
     if isinstance(assistant, type):
         return False
-    return isinstance(assistant, nn.Module) or callable(getattr(assistant, "generate", None))
+    return isinstance(assistant, (nn.Module, LookupDraft)) or callable(getattr(assistant, "generate", None))
 
 
 def _in_words(assistant: Any) -> tuple[str, str]:

@@ -313,7 +313,7 @@ class SpeculativeDecoding:
         ids, mask = self.batch.ids_until(0), self._prompt_mask
         if mask is None or mask.dim() != 2 or mask.shape[1] < ids.shape[1]:
             return ids.tolist()
-        shown = mask[:, -ids.shape[1] :].tolist()
+        shown = mask[:, mask.shape[1] - ids.shape[1] :].tolist()
         return [
             [token for token, is_shown in zip(own, seen, strict=True) if is_shown]
             for own, seen in zip(ids.tolist(), shown, strict=True)

@@ -42,7 +42,8 @@ class LookupDraft:
         }
         for name, value in tree.items():
             setattr(self.generation_config, name, value)
-        self.config = PreTrainedConfig()
+        self.config: Any = PreTrainedConfig()
+        self.config.vocab_size = 0  # no target's, until one is bound
         self.stats: SpeculationStats | None = None
 
     def bind(self, target: PreTrainedModel) -> "LookupDraft":

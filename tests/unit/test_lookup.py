@@ -52,7 +52,8 @@ def test_a_truncated_index_is_that_of_the_shorter_text(ids, more, kept):
     for token in more:
         index.append(token)
     fresh = TextIndex(ids[:kept] + more)
-    assert len(index) == len(fresh) and index.tail == fresh.tail
+    assert len(index) == len(fresh)
+    assert index.tail == fresh.tail
     assert index.match(index.tail) == fresh.match(fresh.tail)
     index.truncate(0)
     assert not index.match([more[0]]).length

@@ -113,7 +113,9 @@ def test_nodes_say_who_proposed_them():
     pool = Pool([1, 2], [-1, -1], [math.log(0.6), math.log(0.3)], [math.log(0.6), math.log(0.3)], 2)
     found = best_nodes(pool, lambda tail: lookup.guesses(0, tail), [0], 8, 3)
     sources = dict(zip(paths_of(found), found.sources, strict=True))
-    assert sources[(1,)] == HEAD and sources[(2,)] == BOTH and sources[(2, 3)] == LOOKUP
+    assert sources[(1,)] == HEAD
+    assert sources[(2,)] == BOTH
+    assert sources[(2, 3)] == LOOKUP
     values = dict(zip(paths_of(found), found.values, strict=True))
     weight = 0.6 * 0.18
     assert values[(2,)] == pytest.approx((1 - weight) * 0.3 + weight)
@@ -123,10 +125,12 @@ def test_nodes_say_who_proposed_them():
 def test_a_chain_has_one_child_a_node_and_limits_hold():
     lookup = Lookup([[0, 2, 3, 4, 5, 6, 0, 7, 0]])
     found = best_nodes(EMPTY, lambda tail: lookup.guesses(0, tail), [0], 9, 3, is_chain=True)
-    assert found.parents == list(range(len(found.parents))) and max(found.depths) <= 3
+    assert found.parents == list(range(len(found.parents)))
+    assert max(found.depths) <= 3
     assert best_nodes(EMPTY, None, [0], 9, 3).tokens == []
     bounded = best_nodes(EMPTY, lambda tail: lookup.guesses(0, tail), [0], 9, 9, least=0.1)
-    assert bounded.values and min(bounded.values) > 0.1
+    assert bounded.values
+    assert min(bounded.values) > 0.1
 
 
 def test_what_a_cutoff_excludes_is_not_kept():

@@ -144,8 +144,9 @@ def test_no_fixed_size_is_faster_on_any_machine(name, noise):
     steps = 2000 if batch == 1 else 300
     seconds, _ = decode(sizer, lambda step: machine, steps, batch, noise=noise)
     # Where the best size gains 3 % over plain steps, as in the large batch, it may not be found.
-    assert seconds < (1.02 if batch == 1 else 1.05) * best_fixed(lambda step: machine, steps, batch, noise=noise)
-    assert seconds * 0.97 < steps * machine.verify(0), "plain decoding is never lost"
+    bound = 1.02 + 0.03 * (batch > 1) + 0.06 * (noise > 0)
+    assert seconds < bound * best_fixed(lambda step: machine, steps, batch, noise=noise)
+    assert seconds * 0.97 < steps * machine.verify(0) * (1 + noise / 2), "plain decoding is never lost"
 
 
 @pytest.mark.parametrize("name", ["cpu", "eager", "graphs", "moe"])
@@ -269,8 +270,8 @@ def test_a_call_that_decides_for_itself(lengths, mode, monkeypatch):
         for handle in handles:
             handle.remove()
     (sizer,) = sizing._found[draft][target].values()
-    assert sizer._here.seconds(0) == pytest.approx(1.0)
-    assert sizer._draft.another(1, 1.0) == pytest.approx(0.1)
+    assert sizer._here.seconds(0) == pytest.approx(1.0, abs=0.05)
+    assert sizer._draft.another(1, 1.0) == pytest.approx(0.1, abs=0.02)
 
 
 def test_auto_in_a_call_and_an_int_over_auto():

@@ -105,7 +105,9 @@ class LevelCosts:
         others = [count for count in medians if count != near]
         if others:
             # Neighbours tell it; else the nearest two that are known.
-            other = levels + 1 if near == levels and levels + 1 in medians else min(others, key=lambda c: abs(c - near))
+            other = (
+                levels + 1 if near == levels and levels + 1 in medians else min(others, key=lambda c: abs(c - near))
+            )
             step = max(0.0, (medians[other] - medians[near]) / (other - near))
         else:
             step = medians[near] * self._further / (self._first + self._further * (near - 1))
