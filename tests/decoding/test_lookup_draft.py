@@ -10,7 +10,7 @@ from support.drafts import (
     MODES,
     assert_same,
     assert_same_as_plain,
-    draft_of,
+    new_draft,
     observe,
     padded,
     set_tree,
@@ -89,7 +89,7 @@ def test_a_head_and_lookup_find_more_than_the_head(mode):
 
 
 def test_where_lookup_may_be_set(tmp_path):
-    target, draft = target_of("llama"), set_tree(draft_of("llama", half=False), "cpu")
+    target, draft = target_of("llama"), set_tree(new_draft(target_of("llama"), half=False), "cpu")
     ids = repeating()
     plain = target.generate(ids, max_new_tokens=8)
     assert torch.equal(target.generate(ids, max_new_tokens=8, assistant_model=draft, assistant_lookup=True), plain)
@@ -111,7 +111,7 @@ def test_wrong_numbers_are_rejected_at_once(number):
 
 
 def test_a_disabled_library_rejects_a_lookup_draft():
-    with enabled(False), pytest.raises(ValueError):
+    with enabled(False), pytest.raises(ValueError, match="assistant_tokenizer|tokenizer"):
         target_of("llama").generate(prompt(5), max_new_tokens=4, assistant_model=LookupDraft())
 
 
