@@ -29,10 +29,10 @@ logger = get_logger(__name__)
 # At first, this share of the nodes of the first level that the head expects to be accepted is believed to be, and this
 # belief counts for so many expected nodes. Each level is believed to be like the one above it.
 _TRUST, _EXPECTED = 0.67, 3.0
-_KEPT_SHARE = 0.4  # of the first frontier's probability, the part that the next level is believed to give
-_KEPT_PRIOR = 4.0  # frontiers for which this belief counts
+_KEPT_SHARE = 0.5  # of the first frontier's probability, the part that the next level is believed to give
+_KEPT_PRIOR = 8.0  # frontiers for which this belief counts
 _ONE_MORE = 16  # where levels are chosen ahead, one round in this many has one more, to learn what that gives
-_RECENT = 256  # rounds, after which older ones count half as much in what is learnt of probabilities
+_RECENT = 64  # rounds, after which older ones count half as much in what is learnt of probabilities
 _RATE_ROUNDS = 32.0  # rounds over which the rate is averaged
 _FIRST_RATE = 1.5  # the rate that is believed at first, in plain steps
 _PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew while drafting gains little
