@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 _TRUST, _EXPECTED = 0.67, 3.0
 _KEPT_SHARE = 0.5  # of the first frontier's probability, the part that the next level is believed to give
 _KEPT_PRIOR = 8.0  # frontiers for which this belief counts
-_ONE_MORE = 16  # where levels are chosen ahead, one round in this many has one more, to learn what that gives
+_ALL_LEVELS = 32  # where levels are chosen ahead, one round in this many has all of them, to learn what they give
 _RECENT = 64  # rounds, after which older ones count half as much in what is learnt of probabilities
 _RATE_ROUNDS = 32.0  # rounds over which the rate is averaged
 _FIRST_RATE = 1.5  # the rate that is believed at first, in plain steps
@@ -311,7 +311,7 @@ class TreeSizer:
         level = 1
         while level < most and self._pays(level, self._batch * self._mean_masses[level]):
             level += 1
-        return min(level + (self._rounds % _ONE_MORE == 0), most)
+        return most if self._rounds % _ALL_LEVELS == 0 else min(level, most)
 
     def _forget(self) -> None:
         for counts in (self._predicted, self._right, self._masses, self._gains):
