@@ -21,6 +21,7 @@ from .decoding.patching import disable, enable, enabled
 from .decoding.tree import DraftTree
 from .model.configuration_eagle3 import Eagle3DraftConfig
 from .model.loading import describe_head
+from .model.lookup_draft import LookupDraft
 from .model.modeling_eagle3 import Eagle3DraftModel
 from .model.target_check import default_layer_ids
 from .model.vocab import check_tokenizer
@@ -101,6 +102,7 @@ __all__ = [
     "ExportError",
     "HeadDescription",
     "HeadFormatError",
+    "LookupDraft",
     "MeasureTau",
     "PackedDataset",
     "Regeneration",

@@ -30,6 +30,15 @@ class SpeculationStats:
         accepted: `accepted[d - 1]` rounds accepted a token at depth d. Where the sequences of a batch proceed in
             lock-step, a correct token counts even if a wrong one of another sequence ended the round, since this
             tells how good the head is.
+        drafted: Drafted nodes that were verified.
+        predicted: How many of them were expected to be accepted; not counted where the head alone drafts trees of a
+            fixed size.
+        from_head: Accepted drafts that only the head had proposed, ...
+        from_lookup: ... only the lookup source, ...
+        from_both: ... or both. A draft that is accepted as the last token of a text is not among them.
+        levels: Levels that the head has grown, one forward of the head each.
+        plain_rounds: Rounds in which nothing was drafted.
+        headless_rounds: Rounds without the head, because it did not pay, or no level was left.
         draft_seconds: Wall time in the draft.
         verify_seconds: Wall time in the target.
         other_seconds: Wall time elsewhere.
@@ -39,6 +48,14 @@ class SpeculationStats:
     emitted: int = 0
     reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    drafted: int = 0
+    predicted: float = 0.0
+    from_head: int = 0
+    from_lookup: int = 0
+    from_both: int = 0
+    levels: int = 0
+    plain_rounds: int = 0
+    headless_rounds: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
@@ -101,6 +118,14 @@ class SpeculationStats:
             "histogram": self.histogram,
             "reached": list(self.reached),
             "accepted": list(self.accepted),
+            "drafted": self.drafted,
+            "predicted": self.predicted,
+            "from_head": self.from_head,
+            "from_lookup": self.from_lookup,
+            "from_both": self.from_both,
+            "levels": self.levels,
+            "plain_rounds": self.plain_rounds,
+            "headless_rounds": self.headless_rounds,
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
             "other_seconds": self.other_seconds,

@@ -6,12 +6,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..model.lookup_draft import LookupDraft
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..published_formats import is_head_config
 
 
-def as_draft(assistant: Any) -> Eagle3DraftModel | None:
-    """Return the draft head in an `assistant_model`, which may be compiled or wrapped by DDP or PEFT, else `None`."""
+def as_draft(assistant: Any) -> Eagle3DraftModel | LookupDraft | None:
+    """Return the draft in an `assistant_model`, else `None`. A head may be compiled, or wrapped by DDP or PEFT."""
+    if isinstance(assistant, LookupDraft):
+        return assistant
     for _ in range(4):
         if isinstance(assistant, Eagle3DraftModel):
             return assistant
@@ -40,7 +43,7 @@ def reject_no_model(assistant: Any) -> None:
 def _may_be_model(assistant: Any) -> bool:
     if isinstance(assistant, type):
         return False
-    return isinstance(assistant, nn.Module) or callable(getattr(assistant, "generate", None))
+    return isinstance(assistant, (nn.Module, LookupDraft)) or callable(getattr(assistant, "generate", None))
 
 
 def _in_words(assistant: Any) -> tuple[str, str]:

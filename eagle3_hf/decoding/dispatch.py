@@ -1,13 +1,14 @@
 """The choice of a decoding loop: with trees, with chains, or plain decoding if the target can verify neither."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig
 
 from ..acceptance import SpeculationStats
+from ..model.lookup_draft import LookupDraft
 from ..model.modeling_eagle3 import Eagle3DraftModel
-from ..model.tree_settings import TreeSettings
 from ..utils.logging import get_logger
 from .loop import SpeculativeDecoding
 from .target.capability import VerifyMode
@@ -25,7 +26,7 @@ logger = get_logger(__name__)
 
 def decode(
     target,
-    draft: Eagle3DraftModel,
+    draft: Eagle3DraftModel | LookupDraft,
     input_ids: torch.LongTensor,
     logits_processor,
     stopping_criteria,
@@ -64,7 +65,8 @@ def decode(
     _do_not_compile(generation_config)
     settings = call_settings(target, draft, generation_config)
     if capability.mode is VerifyMode.CHAIN:
-        settings = TreeSettings(settings.depth, settings.depth, 1, settings.at_most)
+        nodes = settings.depth if settings.lookup_levels is None else max(settings.depth, settings.reach)
+        settings = replace(settings, num_nodes=nodes, top_k=1)
     if capability.restores and generation_config.output_attentions:
         raise ValueError(
             f"output_attentions=True with a draft head is not supported for {type(target).__name__}, whose recurrent "
@@ -117,7 +119,7 @@ def _do_not_compile(config: GenerationConfig) -> None:
     config.disable_compile = True
 
 
-def _decode_plainly(target, draft: Eagle3DraftModel, input_ids: torch.LongTensor, **kwargs):
+def _decode_plainly(target, draft: Eagle3DraftModel | LookupDraft, input_ids: torch.LongTensor, **kwargs):
     """Run ordinary decoding, for targets that cannot verify drafts; the statistics then count no rounds."""
     draft.stats = SpeculationStats()  # set first: after an exception the statistics must not be those of another call
     output = target._sample(input_ids, **kwargs)

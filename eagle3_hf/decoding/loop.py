@@ -7,6 +7,7 @@ tokens. Since they are known, its tree is a chain of them, which needs no draft 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -16,12 +17,15 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..acceptance import SpeculationStats
 from ..model.features import FeatureReader
+from ..model.lookup_draft import LookupDraft
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..model.target_modules import media_token_ids
 from ..model.tree_settings import TreeSettings
 from .draft.candidate import Eagle3Candidate
 from .draft.inputs import DraftInputs, PromptMedia
-from .draft.sizing import RoundSizes, TreeSizer, sizer_of
+from .draft.lookup import Lookup
+from .draft.proposer import Proposer
+from .draft.sizing import FixedSizes, TreeSizer, sizer_of
 from .handover import CacheHandover
 from .output.emitter import FURTHEST_AHEAD, TokenEmitter
 from .output.outputs import StepRecord
@@ -52,7 +56,7 @@ class SpeculativeDecoding:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: Eagle3DraftModel,
+        draft: Eagle3DraftModel | LookupDraft,
         input_ids: torch.LongTensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
@@ -87,9 +91,8 @@ class SpeculativeDecoding:
     def run(self):
         """Decode, and return what plain decoding returns: ids, or the output object with `speculation` attached."""
         start = self._clock()
-        layer_ids, media = self.draft.config.captured_layer_ids, media_token_ids(self._model)
         try:
-            with uncompiled(self._model), FeatureReader(self._model, layer_ids, embeds=bool(media)) as self._reader:
+            with uncompiled(self._model), self._new_reader() as self._reader:
                 try:
                     self._prefill()
                     while not self.tokens.done and not self.tokens.is_full:
@@ -121,15 +124,10 @@ class SpeculativeDecoding:
         verified = self._clock()
         walk = self._accept(tree, outputs, active, padding)
         accepted = self._clock()
-        self._sizes.observe(
-            tree,
-            {index: walk.paths[index] for index in active},
-            self._in_step or self.tokens.was_moved,
-            self._candidate.num_fed,
-            proposed - start,
-            accepted - proposed,
-        )
-        self._commit(walk, features, live)
+        paths = {index: walk.paths[index] for index in active}
+        self._proposer.observe(paths, proposed - start, accepted - proposed)
+        self._proposer.count(self.stats, paths)
+        self._commit(walk, features, tree.tokens.shape[1], live)
         self.stats.draft_seconds += proposed - start
         self.stats.verify_seconds += verified - proposed
         self._count(walk, tree, active)
@@ -144,20 +142,15 @@ class SpeculativeDecoding:
         Returns:
             The trees, and the sequences that got a chain of pad tokens.
         """
-        roots, depth = self.batch.roots(), self._depth_left(active)
-        size = self._sizes.choose(depth, self.batch.longest)
-        if size is None:
-            tree = DraftTree.root_only(roots)
-        else:
-            leads = [sequence.lead(self.batch.steps) for sequence in self.batch]
-            # There may be fewer candidates than asked for (because of cutoffs or NaN): the forward is then smaller.
-            tree = self._candidate.draft_tree(None, depth, size, roots, leads).trimmed()
+        tree = self._proposer.propose(self._depth_left(active), active)
         chains = self._handover.pad_chains(tree, active)
         idle = {each.index: each.upcoming(1) for each in self.batch if each.index not in active}
         return tree.with_chains({**idle, **chains}), list(chains)
 
     def _verify(self, tree: DraftTree):
-        """Return the target's outputs for the trees, and its features (B, N, A * Ht) at their nodes."""
+        """Return the target's outputs for the trees, and its features (B, N, A * Ht) at their nodes for a head."""
+        if self._reader is None:
+            return self.target.verify(tree), None
         self._reader.clear()
         outputs = self.target.verify(tree)
         return outputs, self._reader.take()[:, -tree.tokens.shape[1] :]
@@ -189,24 +182,28 @@ class SpeculativeDecoding:
         walk.run(sorted(active + padding) if shown else active, choose, goes_on)
         return walk
 
-    def _commit(self, walk: Walk, features: torch.Tensor, live: list[int]) -> None:
+    def _commit(self, walk: Walk, features: torch.Tensor | None, num_nodes: int, live: list[int]) -> None:
         """Keep the emitted tokens that were not rewound, in the target's cache and as inputs of the draft.
 
         Args:
             walk: The paths through the trees.
-            features: (B, N, A * Ht) at the nodes.
+            features: (B, N, A * Ht) at the nodes; `None` without a head.
+            num_nodes: N.
             live: Sequences that were not finished before the round. The draft is not fed pad tokens.
         """
         steps = [sequence.root_step + 1 for sequence in self.batch]
         old_lens, positions = self.batch.cache_lens, [sequence.root_position for sequence in self.batch]
         self._under_way = None
-        kept = self._handover.keep(walk, features.shape[1])
-        told = [path if index in live else [] for index, path in enumerate(kept)]
-        tokens = [sequence.tokens(steps[sequence.index], len(told[sequence.index])) for sequence in self.batch]
-        self._candidate.feed_later(DraftInputs.on_paths(features, told, tokens, positions))
+        kept = self._handover.keep(walk, num_nodes)
+        if features is not None:
+            told = [path if index in live else [] for index, path in enumerate(kept)]
+            tokens = [sequence.tokens(steps[sequence.index], len(told[sequence.index])) for sequence in self.batch]
+            self._proposer.feed_later(DraftInputs.on_paths(features, told, tokens, positions))
         for sequence in self.batch:
-            if sequence.cache_len < old_lens[sequence.index]:
-                self._candidate.rewind(sequence.index, sequence.root_position)
+            if sequence.rewound_to is not None:
+                was_fed = sequence.cache_len < old_lens[sequence.index]
+                position = sequence.root_position if was_fed else None
+                self._proposer.rewind(sequence.index, sequence.rewound_to, position)
         self.batch.forget_rewound()
 
     # ----- parts of a round -----------------------------------------------------------------------------------------
@@ -241,7 +238,7 @@ class SpeculativeDecoding:
                 depth = tree.host()[index].depth
                 self.stats.record(accepted, accepted if accepted == len(path) else depth, len(path))
                 if depth:
-                    self._candidate.watch(accepted)
+                    self._proposer.watch(accepted)
 
     # ----- before and after the rounds ------------------------------------------------------------------------------
 
@@ -253,43 +250,82 @@ class SpeculativeDecoding:
         if self.target.capacity is not None:
             # The last token of a text has no slot yet.
             self.tokens.limit(self.target.capacity - self.batch.longest + 1)
-        embeds, features = self._reader.take_embeds(), self._reader.take()
+        embeds, features = (None, None) if self._reader is None else (self._reader.take_embeds(), self._reader.take())
         self.tokens.record.put_prompt(outputs)
         self.tokens.emit(outputs.logits[:, -1], {sequence.index: 0 for sequence in self.batch})
-        media = None if embeds is None else PromptMedia(embeds, media_token_ids(self._model))
-        roots = [sequence.root_position for sequence in self.batch]
-        inputs = DraftInputs.of_prompt(features, self.batch.ids_until(1), self._prompt_mask, roots, media)
-        self._candidate = Eagle3Candidate(
-            self._model,
-            self.draft,
-            self.settings,
-            noise=self.tokens.noise,
-            warpers=self._warpers,
-            start_position=roots[0] - inputs.count,
-            pad_token_id=int(inputs.tokens[0, -1]),
-            coupled=getattr(self.draft.generation_config, "assistant_coupled_sampling", True),
-        )
-        self._candidate.feed_later(inputs)
         # All sequences, finished ones included, then stay at the same step throughout.
         forced = bool(self._rope_limits) or self.target.capability.mode is VerifyMode.CHAIN or self.target.forgets
         self._in_step = self.tokens.needs_lock_step or (len(self.batch) > 1 and forced)
         self._handover.begin(self._in_step)
-        self._sizes = RoundSizes(self.settings, self._find_sizer() if self.settings.at_most else None)
+        self._proposer = self._new_proposer(features, embeds)
         self._prefill_seconds = self._clock() - start
 
     def _slots_behind(self) -> tuple[int, int]:
         """Return how many slots the text can fill behind the prompt, and trees behind the text."""
         new, nodes = self.config.max_length - self.batch.prompt_length, self.settings.num_nodes + 1
         # In a batch, the tree of a finished sequence is a chain of pad tokens.
-        chain = 0 if len(self.batch) == 1 else min(new, FURTHEST_AHEAD) + self.settings.depth + 1
+        chain = 0 if len(self.batch) == 1 else min(new, FURTHEST_AHEAD) + self.settings.reach + 1
         return new, max(nodes, chain)
 
-    def _find_sizer(self) -> TreeSizer:
-        """Return the sizer of calls with the same costs and acceptance as this one."""
+    def _new_reader(self) -> AbstractContextManager[FeatureReader | None]:
+        if isinstance(self.draft, LookupDraft):
+            return nullcontext()
+        layer_ids, media = self.draft.config.captured_layer_ids, media_token_ids(self._model)
+        return FeatureReader(self._model, layer_ids, embeds=bool(media))
+
+    def _new_proposer(self, features: torch.Tensor | None, embeds: torch.Tensor | None) -> Proposer:
+        """Return the proposer of the call.
+
+        Args:
+            features: (B, T, A * Ht) the target's features at the prompt; `None` without a head.
+            embeds: (B, T, H) the embeddings of the prompt if it holds images; else `None`.
+        """
+        coupled = getattr(self.draft.generation_config, "assistant_coupled_sampling", None) is not False
+        head = lookup = None
+        if isinstance(self.draft, Eagle3DraftModel) and features is not None:
+            head = self._new_candidate(self.draft, features, embeds, coupled)
+        if self.settings.lookup_levels is not None:
+            lookup = Lookup(self._prompts(), media_token_ids(self._model))
+        noise = self.tokens.noise if coupled else None
+        return Proposer(self.batch, self.settings, self._sizes(), head, lookup, noise)
+
+    def _new_candidate(
+        self, draft: Eagle3DraftModel, features: torch.Tensor, embeds: torch.Tensor | None, coupled: bool
+    ) -> Eagle3Candidate:
+        media = None if embeds is None else PromptMedia(embeds, media_token_ids(self._model))
+        roots = [sequence.root_position for sequence in self.batch]
+        inputs = DraftInputs.of_prompt(features, self.batch.ids_until(1), self._prompt_mask, roots, media)
+        candidate = Eagle3Candidate(
+            self._model,
+            draft,
+            self.settings,
+            noise=self.tokens.noise,
+            warpers=self._warpers,
+            start_position=roots[0] - inputs.count,
+            pad_token_id=int(inputs.tokens[0, -1]),
+            coupled=coupled,
+        )
+        candidate.feed_later(inputs)
+        return candidate
+
+    def _prompts(self) -> list[list[int]]:
+        """Return the tokens of each sequence's prompt, without padding."""
+        ids, mask = self.batch.ids_until(0), self._prompt_mask
+        if mask is None or mask.dim() != 2 or mask.shape[1] < ids.shape[1]:
+            return ids.tolist()
+        shown = mask[:, mask.shape[1] - ids.shape[1] :].tolist()
+        return [
+            [token for token, is_shown in zip(own, seen, strict=True) if is_shown]
+            for own, seen in zip(ids.tolist(), shown, strict=True)
+        ]
+
+    def _sizes(self) -> FixedSizes | TreeSizer:
+        """Return what chooses the sizes: fixed, or by what calls of the same costs and acceptance have learnt."""
+        if not self.settings.at_most:
+            return FixedSizes(self.settings)
         model, sampled = self._model, self.tokens.noise is not None
         kind = model.device, model.dtype, torch.get_num_threads(), sampled, self._in_step, self.tokens.is_plain_greedy
-        chain = self.target.capability.mode is VerifyMode.CHAIN
-        return sizer_of(self.draft, model, self.settings, len(self.batch), chain, kind)
+        return sizer_of(self.draft, model, self.settings, len(self.batch), kind)
 
     def _finish_stats(self, seconds: float) -> None:
         self.stats.emitted = self.batch.num_emitted

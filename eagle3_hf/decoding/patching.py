@@ -91,6 +91,9 @@ def _wrap_validation(original: Callable) -> Callable:
             if _enabled:
                 reject_no_model(assistant)
                 reject_lost_head(assistant)
+                lookup = getattr(generation_config, "assistant_lookup", None)
+                if lookup is not None:
+                    raise ValueError(f"assistant_lookup={lookup!r} needs a draft as assistant_model: leave it out")
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         if not _enabled:
             raise ValueError("eagle3_hf is disabled: call eagle3_hf.enable() to pass a draft head as assistant_model")
@@ -113,6 +116,9 @@ def _wrap_preparation(original: Callable) -> Callable:
         prepared = original(self, generation_config, *args, **kwargs)
         if _enabled and not torch.compiler.is_compiling():
             note(prepared[0], kwargs, generation_config)
+            # A setting of ours, which transformers would take for an argument of the model.
+            if "assistant_lookup" in prepared[1]:
+                prepared[0].assistant_lookup = prepared[1].pop("assistant_lookup")
         return prepared
 
     return _prepare_generation_config

@@ -4,6 +4,7 @@ A sequence's tree is two lists: `tokens` and `parents`. Node 0 is the root (the 
 comes before its children, and everything else (depths, ancestors, paths) is derived from the parents on demand.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,6 +71,41 @@ class DraftTree:
                 "`DraftTree.chain` for longer ones"
             )
         return cls.chain(tokens)
+
+    @classmethod
+    def from_nodes(
+        cls,
+        roots: torch.Tensor,
+        tokens: Sequence[list[int]],
+        parents: Sequence[list[int]],
+        values: Sequence[list[float]],
+    ) -> "DraftTree":
+        """Return trees that were chosen on the host.
+
+        Args:
+            roots: (B, 1) the last committed token of each sequence.
+            tokens: Tokens of the drafted nodes of each tree, parents before their children.
+            parents: Their parents, where 0 is the root, and `i + 1` the node at index `i`.
+            values: The probability that each node is accepted; its logarithm becomes score and log-probability.
+        """
+        firsts = roots.flatten().tolist()
+        size = 1 + max(map(len, tokens))
+        host = [HostTree([first, *own], [-1, *up]) for first, own, up in zip(firsts, tokens, parents, strict=True)]
+        pads = [size - len(tree.tokens) for tree in host]
+        logs = [[0.0, *(math.log(max(value, 1e-300)) for value in own)] for own in values]
+        device = roots.device
+        scores = torch.tensor(
+            [own + [-math.inf] * pad for own, pad in zip(logs, pads, strict=True)], dtype=torch.float32, device=device
+        )
+        tree = cls(
+            torch.tensor([t.tokens + t.tokens[:1] * pad for t, pad in zip(host, pads, strict=True)], device=device),
+            torch.tensor([t.parents + [0] * pad for t, pad in zip(host, pads, strict=True)], device=device),
+            torch.tensor([len(t.tokens) for t in host], device=device),
+            scores,
+            scores,
+        )
+        tree.__dict__["_host"] = host  # what the cached property would bring back from the device
+        return tree
 
     @cached_property
     def ancestors(self) -> torch.Tensor:

@@ -10,6 +10,7 @@ import transformers
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..model.lookup_draft import LookupDraft
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..model.offload import device_of_head, is_offloaded
 from ..model.tree_settings import TreeSettings, draft_window, tree_settings
@@ -46,7 +47,9 @@ _NEWEST_TESTED = (5, 24)
 _checked: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
 
-def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+def check_call(
+    target, draft: Eagle3DraftModel | LookupDraft, mode, config: GenerationConfig, mode_kwargs: dict[str, Any]
+) -> None:
     """Check a call before any forward pass.
 
     Args:
@@ -60,14 +63,15 @@ def check_call(target, draft: Eagle3DraftModel, mode, config: GenerationConfig, 
         ValueError: an argument cannot be honoured, or the head does not fit the target.
     """
     _warn_if_untested(transformers.__version__)
-    draft._require_vocabulary("generate")
-    _check_device(draft)
-    draft.check_target(target)
+    if isinstance(draft, Eagle3DraftModel):
+        draft._require_vocabulary("generate")
+        _check_device(draft)
+        draft.check_target(target)
+        draft_window(draft)
+        _check_tokenizer(draft, mode_kwargs.get("tokenizer"))
     _check_mode(target, mode, config)
     _check_options(target, config, mode_kwargs)
     _check_number(target, draft, config)
-    draft_window(draft)
-    _check_tokenizer(draft, mode_kwargs.get("tokenizer"))
 
 
 def _warn_if_untested(installed: str) -> None:
@@ -136,7 +140,7 @@ def _check_options(target, config: GenerationConfig, mode_kwargs: dict[str, Any]
         raise rejection(target, config, "cache_implementation", reason, None)
 
 
-def _check_number(target, draft: Eagle3DraftModel, config: GenerationConfig) -> None:
+def _check_number(target, draft: Eagle3DraftModel | LookupDraft, config: GenerationConfig) -> None:
     try:
         call_settings(target, draft, config)
     except ValueError as error:
@@ -145,7 +149,11 @@ def _check_number(target, draft: Eagle3DraftModel, config: GenerationConfig) -> 
         raise rejection(target, config, "num_assistant_tokens", f"is rejected ({error})", None) from error
 
 
-def call_settings(target, draft: Eagle3DraftModel, config: GenerationConfig) -> TreeSettings:
+def call_settings(target, draft: Eagle3DraftModel | LookupDraft, config: GenerationConfig) -> TreeSettings:
     """Return the tree settings of a call: the head's own, with the call's `num_assistant_tokens` if it sets one."""
     number = config.num_assistant_tokens
-    return tree_settings(draft, target, None if number in (None, _DEFAULT_NUM_ASSISTANT_TOKENS) else number)
+    number = None if number in (None, _DEFAULT_NUM_ASSISTANT_TOKENS) else number
+    settings = tree_settings(draft, target, number, getattr(config, "assistant_lookup", None))
+    if isinstance(draft, LookupDraft) and settings.lookup_levels is None:
+        raise ValueError("assistant_lookup=False leaves a LookupDraft nothing to draft: generate without it")
+    return settings

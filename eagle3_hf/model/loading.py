@@ -127,10 +127,11 @@ def _generation_config(content: dict[str, Any]) -> GenerationConfig:
         if not all(is_integer(token) for token in (value if isinstance(value, list) else [value or 0])):
             raise HeadFormatError(f"its generation_config.json says {name} {value!r}: it must be a token id")
         kept[name] = value
-    noise = content.get("assistant_coupled_sampling")
-    if not isinstance(noise, (bool, type(None))):
-        raise HeadFormatError(f"its generation_config.json says assistant_coupled_sampling {noise!r}: true or false")
-    kept["assistant_coupled_sampling"] = noise
+    for name in ("assistant_coupled_sampling", "assistant_lookup"):
+        value = content.get(name)
+        if not isinstance(value, (bool, type(None))):
+            raise HeadFormatError(f"its generation_config.json says {name} {value!r}: true or false")
+        kept[name] = value
     return GenerationConfig(**{name: value for name, value in kept.items() if value is not None})
 
 

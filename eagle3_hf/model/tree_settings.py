@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..utils.logging import get_logger
@@ -14,14 +15,18 @@ logger = get_logger(__name__)
 PAPER_TREE = {"num_assistant_tokens": 59, "assistant_tree_depth": 8, "assistant_tree_top_k": 10}
 # A pass over sixty tokens costs an accelerator about what a pass over one does, and a CPU many times that.
 CPU_TREE = {"num_assistant_tokens": 11, "assistant_tree_depth": 3, "assistant_tree_top_k": 4}
+# The largest tree that sizing looks at on a CPU, where more nodes or children never paid.
+CPU_LIMITS = {"num_assistant_tokens": 31, "assistant_tree_depth": 8, "assistant_tree_top_k": 4}
+# Levels that a branch of the lookup source may go on below the head's last one.
+LOOKUP_LEVELS = 16
 LARGEST_TREE = 2**16  # of each of the three
 
 
 def declare_tree_settings(config: GenerationConfig) -> None:
-    """Give a generation config (new, or of a published head) the three fields; `None` where the head does not say."""
+    """Give a generation config (new, or of a published head) our fields; `None` where the head does not say."""
     # Where this is set, transformers saves fields that it does not know, and drops them when it loads the file.
     config._from_model_config = False
-    for name in PAPER_TREE:
+    for name in (*PAPER_TREE, "assistant_lookup"):
         setattr(config, name, getattr(config, name, None))
 
 
@@ -42,15 +47,18 @@ class TreeSettings:
 
     Args:
         num_nodes: Drafted nodes kept, the root not counted.
-        depth: Levels, the longest drafted chain.
+        depth: Levels of the head, its longest drafted chain.
         top_k: Children of an expanded node, and nodes expanded a level; 1 is a chain.
         at_most: These are limits; what pays within them is found out round by round (see `sizing`).
+        lookup_levels: How many levels deeper than the head's a branch of the lookup source may be; `None` without
+            lookup.
     """
 
     num_nodes: int
     depth: int
     top_k: int
     at_most: bool = False
+    lookup_levels: int | None = None
 
     def __post_init__(self):
         names = {"num_nodes": "num_assistant_tokens", "depth": "assistant_tree_depth", "top_k": "assistant_tree_top_k"}
@@ -60,8 +68,13 @@ class TreeSettings:
                 auto = "'auto' or " if name == "num_assistant_tokens" else ""
                 raise ValueError(f"{name} must be {auto}an int of at least 1, got {value!r}")
 
+    @property
+    def reach(self) -> int:
+        """The deepest level of a tree."""
+        return min(self.num_nodes, self.depth + (self.lookup_levels or 0))
+
     def capped(self, depth: int) -> "TreeSettings":
-        """At most `depth` levels, and no more nodes than the pool can hold."""
+        """At most `depth` levels of the head, and no more nodes than its pool can hold."""
         depth = min(self.depth, depth)
         pool = self.top_k + (depth - 1) * self.top_k**2
         return replace(self, depth=depth, num_nodes=min(self.num_nodes, pool))
@@ -76,28 +89,59 @@ def draft_window(draft: PreTrainedModel) -> int | None:
 
 
 def tree_settings(
-    draft: PreTrainedModel, target: PreTrainedModel, num_assistant_tokens: int | str | None = None
+    draft: Any,
+    target: PreTrainedModel,
+    num_assistant_tokens: int | str | None = None,
+    assistant_lookup: bool | None = None,
 ) -> TreeSettings:
-    """The draft's own settings, with a call's number of nodes instead of its own when given.
+    """The draft's own settings, with a call's number of nodes and lookup instead of its own when given.
 
-    Where neither sets anything, the size is chosen by the target's device; where only some fields are set, the paper's
-    tree has the others. `"auto"` for the number of nodes makes the settings the limits of what `sizing` chooses.
+    Where the number of nodes is not set, or `"auto"`, the settings are the limits of what `sizing` chooses; limits
+    that are not set either depend on the target's device. With deterministic algorithms no clock may decide, so that
+    the size is fixed by the device then.
     """
     given = given_tree(draft.generation_config)
     if num_assistant_tokens is not None:
         given["num_assistant_tokens"] = num_assistant_tokens
-    at_most = given.get("num_assistant_tokens") == "auto"
-    tree = {**PAPER_TREE, **given} if given else _default_tree(target)
-    num_nodes = PAPER_TREE["num_assistant_tokens"] if at_most else tree["num_assistant_tokens"]
-    return TreeSettings(num_nodes, tree["assistant_tree_depth"], tree["assistant_tree_top_k"], at_most)
-
-
-def _default_tree(target: PreTrainedModel) -> dict[str, int]:
-    """By where the target's weights are; offloaded ones are nowhere, and dear enough to fetch for a large tree."""
-    on_cpu = all(parameter.device.type == "cpu" for parameter in target.parameters())
-    tree, where = (CPU_TREE, "its target is on a CPU") if on_cpu else (PAPER_TREE, "its target is on an accelerator")
-    logger.info_once(
-        f"The draft head has no tree settings and {where}: it drafts {in_words(tree)} (nodes / levels / children). To "
-        f"choose another tree, set {', '.join(PAPER_TREE)} on draft.generation_config."
+    at_most = given.get("num_assistant_tokens", "auto") == "auto"
+    if at_most:
+        given.pop("num_assistant_tokens", None)
+    lookup = uses_lookup(draft) if assistant_lookup is None else _checked_lookup(assistant_lookup)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if not at_most or deterministic:
+        defaults = _tree_by_device(target) if at_most else PAPER_TREE
+    else:
+        defaults = _limits(target)
+    tree = {**defaults, **given}
+    return TreeSettings(
+        tree["num_assistant_tokens"],
+        tree["assistant_tree_depth"],
+        tree["assistant_tree_top_k"],
+        at_most and not deterministic,
+        LOOKUP_LEVELS if lookup else None,
     )
-    return tree
+
+
+def uses_lookup(draft: Any) -> bool:
+    """Whether the lookup source drafts beside the head, by its generation config."""
+    value = getattr(draft.generation_config, "assistant_lookup", None)
+    return True if value is None else _checked_lookup(value)
+
+
+def _checked_lookup(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"assistant_lookup must be True or False, got {value!r}")
+    return value
+
+
+def _is_on_cpu(target: PreTrainedModel) -> bool:
+    """By where the target's weights are; offloaded ones are nowhere, and dear enough to fetch for a large tree."""
+    return all(parameter.device.type == "cpu" for parameter in target.parameters())
+
+
+def _tree_by_device(target: PreTrainedModel) -> dict[str, int]:
+    return CPU_TREE if _is_on_cpu(target) else PAPER_TREE
+
+
+def _limits(target: PreTrainedModel) -> dict[str, int]:
+    return CPU_LIMITS if _is_on_cpu(target) else PAPER_TREE

@@ -80,6 +80,7 @@ def generate(target, draft, trace: dict, new_tokens: int) -> list[int]:
     draft.generation_config.num_assistant_tokens = settings["total_token"] - 1
     draft.generation_config.assistant_tree_depth = settings["depth"] + 1
     draft.generation_config.assistant_tree_top_k = settings["top_k"]
+    draft.generation_config.assistant_lookup = False
     prompt = torch.tensor([trace["prompt"]])
     return target.generate(prompt, assistant_model=draft, max_new_tokens=new_tokens, do_sample=False)[0].tolist()
 

@@ -81,7 +81,10 @@ def test_counters_add_up(mode, tree):
         "a depth can be tried only where the one above was accepted"
     )
     assert stats.reached[0] <= stats.rounds
-    assert len(stats.reached) <= tree_settings(draft, target).depth
+    assert len(stats.reached) <= tree_settings(draft, target).reach
+    # A draft that is accepted as the last token of a text has no source.
+    assert 0 <= sum(stats.accepted) - (stats.from_head + stats.from_lookup + stats.from_both) <= 1
+    assert stats.drafted >= sum(stats.accepted)
     seconds = stats.draft_seconds, stats.verify_seconds, stats.other_seconds
     assert min(seconds) > 0
     assert re.search(rf"{stats.emitted} tokens in {stats.rounds} rounds", str(stats))

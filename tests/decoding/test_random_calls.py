@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from eagle3_hf import LookupDraft
 from support.drafts import ForetellingDraft, assert_close, assert_same_cache, cache_of, set_tree, target_of
 from support.families import FAMILIES
 from support.random_calls import Call, Outcome, draw, head_of, hooked, run, run_as_it_is
@@ -47,9 +48,12 @@ def made_beside(call: Call, other: Call) -> list[tuple[str, object]]:
     return list(zip(results, [draft.stats for draft in drafts], strict=True))
 
 
-def told_head(call: Call, vanilla: Outcome, copy: int = 0) -> ForetellingDraft:
+def told_head(call: Call, vanilla: Outcome, copy: int = 0) -> ForetellingDraft | LookupDraft:
+    if call.seed % 9 == 0:
+        return LookupDraft("auto" if call.is_auto else 9, is_chain=call.seed % 2 == 0)
     draft = set_tree(head_of(call.family, call.head, copy), call.tree)
     draft.generation_config.assistant_window = call.window
+    draft.generation_config.assistant_lookup = call.seed % 4 > 0
     if call.is_auto:
         draft.generation_config.num_assistant_tokens = "auto"
     told = [] if vanilla.error else vanilla.sequences[:, vanilla.sequences.shape[1] - new_tokens(call, vanilla) :]

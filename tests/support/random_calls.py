@@ -248,7 +248,7 @@ def draw(seed: int, tokenizer: Any = None) -> Call:
     _draw_callbacks(rng, call, tokenizer)
     _draw_outputs(rng, call)
     _draw_refused(rng, call)
-    call.window, call.is_auto = rng.choice([None] * 6 + [1, 5, 16]), rng.random() < 0.15
+    call.window, call.is_auto = rng.choice([None] * 6 + [1, 5, 16]), rng.random() < 0.4
     _draw_surroundings(rng, call)
     if "inputs_embeds" in call.inputs:
         target = target_of(call.family)

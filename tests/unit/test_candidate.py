@@ -97,7 +97,7 @@ def test_both_loops_draft_the_same(stock, family, monkeypatch):
         return ours[-1]
 
     monkeypatch.setattr(loop, "Eagle3Candidate", make)
-    observe(target, ids, max_new_tokens=NEW_TOKENS, assistant_model=draft.foretell(text))
+    observe(target, ids, max_new_tokens=NEW_TOKENS, assistant_model=draft.foretell(text), assistant_lookup=False)
     compared = 0
     # Our loop drafts less where the text is about to end.
     for (length, row, tokens), (my_length, my_row, my_tokens) in zip(candidate.rounds, ours[0].rounds, strict=False):
@@ -129,8 +129,8 @@ def test_a_head_that_reads_the_last_block_needs_our_own_loop(stock):
 
 def test_settings_come_from_the_draft_unless_given():
     target, draft = target_of("llama"), set_tree(draft_of("llama"), (15, 4, 4))
-    assert tree_settings(draft, target) == TreeSettings(15, 4, 4)
-    assert tree_settings(draft, target, 7) == TreeSettings(7, 4, 4)
+    assert tree_settings(draft, target) == TreeSettings(15, 4, 4, lookup_levels=16)
+    assert tree_settings(draft, target, 7) == TreeSettings(7, 4, 4, lookup_levels=16)
     assert Eagle3Candidate(target, draft).settings == tree_settings(draft, target)
 
 

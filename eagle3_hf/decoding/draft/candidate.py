@@ -13,7 +13,7 @@ from ...model.tree_settings import TreeSettings, draft_window, tree_settings
 from ...utils.logging import get_logger
 from ..coupling import Noise
 from ..tree import DraftTree
-from .growth import CoupledRanking, Ranking, TreeGrower, greedy_ranking
+from .growth import CandidatePool, CoupledRanking, Ranking, TreeGrower, greedy_ranking
 from .inputs import DraftInputs
 
 
@@ -206,12 +206,35 @@ class Eagle3Candidate(CandidateGenerator):
         self._feed_pending()
         if max_depth is not None and max_depth < 1:
             return DraftTree.root_only(roots)
-        if isinstance(self._ranking, CoupledRanking):
-            self._ranking.offsets = leads
         settings = settings or self.settings
         settings = settings.capped(max_depth or settings.depth)
+        last = self._ready(leads)
+        return self._grower.grow(last, roots.to(last.device), self._cache, self._next, settings)
+
+    @torch.no_grad()
+    def draft_pool(
+        self,
+        settings: TreeSettings,
+        leads: list[int] | None = None,
+        goes_on: Callable[[int, torch.Tensor], bool] | None = None,
+    ) -> CandidatePool:
+        """Feed the inputs given to `feed_later`, and return all candidates below the last tokens.
+
+        Args:
+            settings: The largest size, capped to what can be used.
+            leads: See [`draft_tree`].
+            goes_on: Decides about every further level, see [`TreeGrower.grow_pool`].
+        """
+        self.num_fed = 0
+        self._feed_pending()
+        return self._grower.grow_pool(self._ready(leads), self._cache, self._next, settings, goes_on)
+
+    def _ready(self, leads: list[int] | None) -> torch.Tensor:
+        """Return the output at the last committed position, once the ranking knows how far sequences are ahead."""
+        if isinstance(self._ranking, CoupledRanking):
+            self._ranking.offsets = leads
         assert self._last is not None  # something has been fed
-        return self._grower.grow(self._last, roots.to(self._last.device), self._cache, self._next, settings)
+        return self._last
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.Tensor, model_outputs=None, is_first_iteration=None, n_last_matches=None, **kwargs

@@ -6,7 +6,7 @@ nodes of the whole pool. Scores are float32 and every increment is at most 0, so
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from ...model.modeling_eagle3 import Borrowed, Eagle3DraftModel
 from ...model.tree_settings import TreeSettings
 from ..coupling import Noise
 from ..tree import DraftTree, select
+from .mixture import Pool
 
 
 # Takes the draft's logits (B, R, D) of one level, and the level (0 for the children of the root). Returns the
@@ -79,21 +80,47 @@ class CoupledRanking:
 
 
 @dataclass
-class _Pool:
-    """All candidates of the growing tree, level by level: (B, M) each."""
+class CandidatePool:
+    """All candidates of the growing trees, level by level: (B, M) each.
 
-    tokens: list[torch.Tensor]
-    parents: list[torch.Tensor]
-    scores: list[torch.Tensor]
-    log_probs: list[torch.Tensor]
+    Attributes:
+        width: Number of children of an expanded node. They follow each other, the best one first.
+        tokens: In the target's vocabulary.
+        parents: Index in the pool, -1 for the root.
+        scores: Cumulative rank scores.
+        log_probs: Cumulative log-probabilities of the draft.
+        size: Number of candidates so far.
+        num_levels: Number of levels so far.
+    """
+
+    width: int
+    tokens: list[torch.Tensor] = field(default_factory=list)
+    parents: list[torch.Tensor] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
+    log_probs: list[torch.Tensor] = field(default_factory=list)
     size: int = 0
 
+    @property
+    def num_levels(self) -> int:
+        return len(self.tokens)
+
     def add(self, tokens, parents, scores, log_probs) -> None:
+        """Add the candidates of a level."""
         self.tokens.append(tokens)
         self.parents.append(parents)
         self.scores.append(scores)
         self.log_probs.append(log_probs)
         self.size += tokens.shape[1]
+
+    def host(self) -> list[Pool]:
+        """Return the pool of each sequence as Python lists, in one transfer."""
+        ids = torch.cat([*self.tokens, *self.parents], 1).int()
+        # Floats travel as the integers of the same bits.
+        values = torch.cat([*self.scores, *self.log_probs], 1).float()
+        table = torch.cat([ids, values.view(torch.int32)], 1).cpu()
+        values, size = table[:, ids.shape[1] :].view(torch.float32), self.size
+        lines = zip(table[:, : ids.shape[1]].tolist(), values.tolist(), strict=True)
+        return [Pool(i[:size], i[size:], v[:size], v[size:], self.width) for i, v in lines]
 
 
 @dataclass
@@ -132,7 +159,7 @@ class TreeGrower:
         position: int | torch.Tensor,
         settings: TreeSettings,
     ) -> DraftTree:
-        """Return the trees below the roots.
+        """Return the trees below the roots: the best `settings.num_nodes` candidates of each.
 
         Args:
             hidden: (B, 1, H) the draft's output, before the final norm, at its last committed position.
@@ -141,13 +168,7 @@ class TreeGrower:
             position: Position of all nodes of the first level, (B, 1) if sequences differ.
             settings: The size of the trees, capped to what can be used.
         """
-        children = min(settings.top_k, self.draft.config.draft_vocab_size)
-        pool = _Pool([], [], [], [])
-        frontier = self._first_level(hidden, children, pool)
-        for level in range(1, settings.depth):
-            output = self._pass(frontier, cache, position + level - 1)
-            frontier = self._next_level(frontier, output, level, children, pool)
-        cache.rollback()
+        pool = self.grow_pool(hidden, cache, position, settings)
         return select(
             torch.cat(pool.tokens, 1),
             torch.cat(pool.parents, 1),
@@ -157,6 +178,32 @@ class TreeGrower:
             settings.num_nodes,
             self.pad_token_id,
         )
+
+    def grow_pool(
+        self,
+        hidden: torch.Tensor,
+        cache: DraftCache,
+        position: int | torch.Tensor,
+        settings: TreeSettings,
+        goes_on: Callable[[int, torch.Tensor], bool] | None = None,
+    ) -> "CandidatePool":
+        """Return all candidates of the trees below the roots.
+
+        Args:
+            hidden, cache, position, settings: See [`grow`].
+            goes_on: Returns whether to grow another level, from the number of levels and the scores (B, R) of the
+                nodes that it would expand; `None` for all levels.
+        """
+        children = min(settings.top_k, self.draft.config.draft_vocab_size)
+        pool = CandidatePool(children)
+        frontier = self._first_level(hidden, children, pool)
+        for level in range(1, settings.depth):
+            if goes_on is not None and not goes_on(level, frontier.scores):
+                break
+            output = self._pass(frontier, cache, position + level - 1)
+            frontier = self._next_level(frontier, output, level, children, pool)
+        cache.rollback()
+        return pool
 
     def _best_children(self, hidden: torch.Tensor, level: int, children: int):
         """Return tokens, increments and draft log-probabilities (B, R, children) of the nodes' best children.
@@ -173,7 +220,7 @@ class TreeGrower:
         best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         return self.draft.draft_to_target(ids), best, log_probs.gather(-1, ids)
 
-    def _first_level(self, hidden: torch.Tensor, children: int, pool: _Pool) -> _Frontier:
+    def _first_level(self, hidden: torch.Tensor, children: int, pool: CandidatePool) -> _Frontier:
         tokens, scores, log_probs = (part.squeeze(1) for part in self._best_children(hidden, 0, children))
         pool.add(tokens, torch.full_like(tokens, -1), scores, log_probs)
         batch, device = tokens.shape[0], tokens.device
@@ -196,7 +243,7 @@ class TreeGrower:
         return self.draft.run_layers(frontier.hidden, embeds, positions, CachedAttention(cache, visible))
 
     def _next_level(
-        self, frontier: _Frontier, output: torch.Tensor, level: int, children: int, pool: _Pool
+        self, frontier: _Frontier, output: torch.Tensor, level: int, children: int, pool: CandidatePool
     ) -> _Frontier:
         batch, width = frontier.tokens.shape
         tokens, increments, own = self._best_children(output, level, children)

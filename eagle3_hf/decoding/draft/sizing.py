@@ -1,298 +1,368 @@
-"""The choice of the tree size by measured speed, for this machine, target, batch and context.
+"""The size of each round's trees: fixed, or the one that pays.
 
-With a tree, decoding yields `(1 + accepted) / seconds` tokens per second and sequence, where `seconds` is the time to
-draft and verify it; a plain step yields `1 / seconds`. If no tree is faster than plain steps, nothing is drafted.
-Every round measures the time of its own size, and the times of other sizes are interpolated. What a smaller tree would
-have accepted is known exactly: it consists of the best nodes of the larger one, so that it follows from the *ranks* of
-the accepted nodes. What a larger tree would accept is estimated, rather too high than too low, and a size whose
-estimate is clearly better is tried.
+A drafted node is worth the probability that it is accepted, and costs the time by which it prolongs the verification.
+A level of the head's tree costs a forward of the head. Both are compared at the rate at which this call has turned
+seconds into tokens so far: of all trees, the one with the greatest `tokens - rate * seconds` makes the whole text come
+soonest. So a round keeps the `n` best nodes that maximise this, and the head grows another level while what its
+frontier promises exceeds the level's cost. `n = 0` is a plain step.
 
-The text does not depend on the size. Seconds are passed in, so that tests need no clock.
+Probabilities are those of the head and of the lookup source, corrected level by level by what was accepted. Seconds
+are measured (see `costs.py`). If the head's own nodes have cost more than they gave, it is left out for a while, and
+only lookup goes on. The text does not depend on any of this. Seconds are passed in, so that tests need no clock.
 """
 
-import math
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Hashable, Sequence
-from statistics import median
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from ...model.tree_settings import TreeSettings
 from ...utils.logging import get_logger
-from ..tree import DraftTree
+from .costs import Curve, LevelCosts
+from .mixture import HEAD, Candidates
 
 
 logger = get_logger(__name__)
 
-_NODES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 59)
-_TOKENS_TRIED = 12  # drafted nodes of the first round, of all sequences together
-_ENOUGH = 3  # measurements of one kind, so that the median ignores one that was disturbed
-_KEPT = 7
-_WALKS_TO_STOP, _WALKS_TO_CHANGE = 24, 64  # between two decisions
-_BETTER = 1.1  # the gain for which the size is changed; a few dozen walks do not show a smaller one reliably
-_HOPELESS = 0.9  # the share of plain decoding's speed below which drafting stops after the fewer walks
-_WORTH_IT = 1.04  # the share of plain decoding's speed from which drafting is switched on again
-_LARGER = 8  # one round in this many has a larger tree, to measure what that accepts
-_FIRST_PAUSE, _LONGEST_PAUSE = 128, 8192  # plain steps before drafting is tried again, doubled each time
-_PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew, where the gain is small
-_SMALL_GAIN = 1.25
-_RECENT = 256  # rounds, after which older ones count half as much
-_WATCHED = 8  # on accelerators, one round in this many is watched for what smaller trees would have accepted
-# The prior, and the number of rounds that it counts for: how often the best node is right, how often a level is right
-# if the level above was, and the power of the number of nodes with which this grows.
-_FIRST, _LIKELY, _MORE_NODES, _BELIEF = 0.5, 0.6, 0.15, 2.0
+# At first, this share of the nodes of the first level that the head expects to be accepted is believed to be, and this
+# belief counts for so many expected nodes. Each level is believed to be like the one above it.
+_TRUST, _EXPECTED = 0.67, 3.0
+_KEPT_SHARE = 0.5  # of the first frontier's probability, the part that the next level is believed to give
+_KEPT_PRIOR = 8.0  # frontiers for which this belief counts
+_ALL_LEVELS = 32  # where levels are chosen ahead, one round in this many has all of them, to learn what they give
+_RECENT = 64  # rounds, after which older ones count half as much in what is learnt of probabilities
+_RATE_ROUNDS = 32.0  # rounds over which the rate is averaged
+_FIRST_RATE = 1.5  # the rate that is believed at first, in plain steps
+_PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew while drafting gains little
+_FEW = 3  # measurements of plain steps that are taken in any case
+# Balance of the head, in plain steps a sequence: what its nodes gave, less what they cost. At the lowest one the head
+# is left out. It starts again a little above, and never holds more than the greatest.
+_LOWEST, _AGAIN, _GREATEST = -1.5, -0.5, 3.0
+_FIRST_BALANCE = -0.5
+_KNOWN = 16  # rounds of the head, after which it is known
+_FIRST_PAUSE, _LONGEST_PAUSE = 48, 512  # steps without the head, doubled each time
+_LEAST_VALUE = 0.01  # nodes that are accepted less often are not even looked at
 
 
-class Costs:
-    """Seconds by size, as medians of the last few measurements.
+@dataclass(frozen=True)
+class Shape:
+    """The expected seconds of a round in plain steps of one sequence, until they are measured.
 
-    Args:
-        older: Costs to begin with.
+    Attributes:
+        tokens: Seconds of a target forward, by number of tokens (ascending), relative to one token.
+        tree: What a mask adds to a forward with drafted nodes.
+        draft: Seconds of feeding the head and growing one level.
+        level: Seconds of each further level.
     """
 
-    def __init__(self, older: "Costs | None" = None):
-        self._verify: dict[int, deque[float]] = {}
-        self._draft: dict[tuple[int, int], deque[float]] = {}
-        if older is not None:
-            self._verify = {nodes: deque(kept, _KEPT) for nodes, kept in older._verify.items()}
-            self._draft = {size: deque(kept, _KEPT) for size, kept in older._draft.items()}
+    tokens: tuple[tuple[int, float], ...]
+    tree: float
+    draft: float
+    level: float
 
-    def add(self, nodes: int, verify: float) -> None:
-        """Add the seconds of a verification of `nodes` drafted nodes for each sequence; 0 is a plain step."""
-        self._verify.setdefault(nodes, deque(maxlen=_KEPT)).append(verify)
-
-    def add_draft(self, depth: int, top_k: int, seconds: float) -> None:
-        self._draft.setdefault((depth, top_k), deque(maxlen=_KEPT)).append(seconds)
-
-    def count(self, nodes: int) -> int:
-        return len(self._verify.get(nodes, ()))
-
-    def verify(self, nodes: int) -> float:
-        """Return the seconds of a verification, measured, or interpolated from the two nearest sizes."""
-        if nodes in self._verify:
-            return median(self._verify[nodes])
-        known = sorted(self._verify, key=lambda other: abs(other - nodes))[:2]
-        if len(known) < 2:
-            return median(self._verify[known[0]])
-        low, high = sorted(known)
-        begin, end = median(self._verify[low]), median(self._verify[high])
-        slope = max(0.0, (end - begin) / (high - low))
-        return max(begin + slope * (nodes - low), min(begin, end))
-
-    def draft(self, depth: int, top_k: int) -> float:
-        """Return the seconds of drafting, measured, or in proportion to the levels of the nearest size.
-
-        Wider levels take slightly longer.
-        """
-        if not self._draft:
-            return 0.0
-        near = min(self._draft, key=lambda other: (abs(other[1] - top_k), abs(other[0] - depth)))
-        return median(self._draft[near]) * depth / near[0] * (8 + top_k) / (8 + near[1])
+    def forward(self, count: int) -> float:
+        """Return the seconds of a target forward over `count` tokens: linear between the known numbers."""
+        (low, first), *others = self.tokens
+        for high, last in others:
+            slope = (last - first) / (high - low)
+            if count <= high:
+                break
+            base, start = last, high
+            low, first = high, last
+        else:
+            return base + slope * (count - start)
+        return first + slope * (count - low)
 
 
-class Acceptance:
-    """How often trees of each size are right down to each level.
+# Measured on two cores with SmolLM2-135M-Instruct in bfloat16.
+CPU = Shape(((1, 1.0), (8, 1.18), (12, 1.27), (16, 1.35), (24, 1.52), (32, 1.70), (64, 2.56)), 0.0, 0.127, 0.093)
+# Counted launches of a model of 32 layers, run eagerly.
+ACCELERATOR = Shape(((1, 1.0), (64, 1.02)), 0.12, 0.064, 0.073)
 
-    Counted are the rounds in which the accepted node of a level is among the best `n` nodes, but not among those of
-    the next smaller size. So two sizes are compared by the rounds in which they differ, and how hard a text is to
-    predict cancels out.
 
-    Args:
-        nodes: The numbers of nodes to tell apart, ascending.
-        depth: The greatest number of levels.
+@dataclass
+class Plan:
+    """What a round may draft.
+
+    Attributes:
+        levels: The most levels that the head grows; 0 leaves the head out.
+        num_nodes: The most drafted nodes; 0 is a plain step.
+        least: Nodes of a lower value are not kept.
     """
 
-    def __init__(self, nodes: Sequence[int], depth: int):
-        self._nodes = nodes
-        self._depth = depth
-        self._tried = [[0.0] * depth for _ in nodes]
-        self._right = [[0.0] * depth for _ in nodes]
-        self._rounds = 0
+    levels: int
+    num_nodes: int
+    least: float = 0.0
 
-    def add(self, nodes: int, depth: int, ranks: Sequence[int]) -> None:
-        """Add one walk through a tree.
 
-        Args:
-            nodes: Number of drafted nodes of the tree.
-            depth: Number of levels of the tree.
-            ranks: Rank of the accepted node of each level, from 1, among all nodes by score.
-        """
-        self._rounds += 1
-        if self._rounds % _RECENT == 0:
-            self._tried, self._right = (
-                [[x / 2 for x in counts] for counts in table] for table in (self._tried, self._right)
-            )
-        for size, tried in zip(self._nodes, self._tried, strict=True):
-            if size <= nodes:
-                for level in range(min(depth, self._depth)):
-                    tried[level] += 1
-        for level, rank in enumerate(ranks[: self._depth]):
-            self._right[bisect_left(self._nodes, min(rank, self._nodes[-1]))][level] += 1
+@dataclass
+class Proposal:
+    """What a round has drafted.
 
-    def expected(self) -> dict[int, list[float]]:
-        """Return, for each number of nodes, the expected accepted drafts with at most 0, 1, 2, ... levels."""
-        table, reach, before = {}, [0.0] * self._depth, 0
-        for size, tried, right in zip(self._nodes, self._tried, self._right, strict=True):
-            believed = _FIRST if not before else reach[0] * ((size / before) ** _MORE_NODES - 1)
-            for level in range(self._depth):
-                share = (right[level] + _BELIEF * believed) / (tried[level] + _BELIEF)
-                reach[level] = min(reach[level] + share, reach[level - 1] if level else 1.0)
-                believed = share * _LIKELY
-            table[size] = [sum(reach[:levels]) for levels in range(self._depth + 1)]
-            before = size
-        return table
+    Attributes:
+        candidates: The nodes of each active sequence, best first, by its index.
+        num_nodes: How many of them were kept.
+        levels: Levels that the head has grown.
+        masses: For each but the last of them, the probability of all nodes that were expanded there.
+        num_fed: Positions that the head was fed before.
+    """
+
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    num_nodes: int = 0
+    levels: int = 0
+    masses: list[float] = field(default_factory=list)
+    num_fed: int = 0
+
+
+class FixedSizes:
+    """Every round's trees have the size of the settings."""
+
+    def __init__(self, settings: TreeSettings):
+        self._settings = settings
+
+    goes_on = None
+
+    def plan(self, depth: int, context: int) -> Plan:
+        return Plan(min(depth, self._settings.depth), self._settings.num_nodes)
+
+    def keep(self, candidates: Sequence[Candidates]) -> int:
+        return max((len(each.tokens) for each in candidates), default=0)
+
+    def observe(self, proposal: Proposal, paths: dict[int, list[int]], draft: float, verify: float) -> None:
+        pass
 
 
 class TreeSizer:
-    """Chooses the tree size of each round. It lives as long as head and target, so that calls share its results.
+    """Chooses the size of each round's trees. It lives as long as head and target, so that calls share what it learns.
 
     Args:
         limits: The largest tree.
         batch_size: Number of sequences.
-        is_chain: Whether the target verifies chains only.
+        shape: What rounds are expected to cost.
+        waits: Whether the host may look at the head's scores level by level. On accelerators it would wait for them,
+            so that levels are chosen by earlier rounds.
     """
 
-    def __init__(self, limits: TreeSettings, batch_size: int = 1, is_chain: bool = False):
-        self.sizes = sizes_within(limits, is_chain)
-        nodes = sorted({size.num_nodes for size in self.sizes})
-        self.acceptance = Acceptance(nodes, limits.depth)
-        self._costs: dict[int, Costs] = {}
-        self._here = Costs()
-        self._first = _size_tried(self.sizes, max(1, _TOKENS_TRIED // batch_size))
-        self._size: TreeSettings | None = None
-        self._walks = self._rounds = self._since_plain = self._next_decision = 0
-        self._left, self._pause = 0, _FIRST_PAUSE
-        self._gain = 1.0
+    def __init__(self, limits: TreeSettings, batch_size: int = 1, shape: Shape = CPU, waits: bool = True):
+        self._limits = limits
+        self._batch = batch_size
+        self._shape = shape
+        self._waits = waits
+        alone = shape.forward(batch_size)
+        self._verify_shape = lambda nodes: (
+            shape.forward(batch_size * (nodes + 1)) / alone + (shape.tree if nodes else 0.0)
+        )
+        self._curves: dict[int, Curve] = {}
+        self._here = Curve(self._verify_shape)
+        self._draft = LevelCosts(shape.draft, shape.level)
+        reach = limits.reach + 1
+        self._predicted, self._right = [0.0] * reach, [0.0] * reach  # by level, 1 for children of the root
+        self._corrections = self._new_corrections()
+        # By number of levels: probability on the frontier, and what a further level gave.
+        self._masses, self._gains = [0.0] * (limits.depth + 1), [0.0] * (limits.depth + 1)
+        self._mean_masses = [0.9 * 0.75**level for level in range(limits.depth + 1)]
+        self._tokens = self._seconds = 0.0
+        self._rounds = self._since_plain = 0
+        self._balance, self._left, self._pause, self._judged = _FIRST_BALANCE, 0, _FIRST_PAUSE, 0
         self._was_off = False
 
-    def choose(self, context: int) -> TreeSettings | None:
-        """Return the tree size of the next round; `None` for a plain step.
+    # ----- a round --------------------------------------------------------------------------------------------------
+
+    def plan(self, depth: int, context: int) -> Plan:
+        """Return what the next round may draft.
 
         Args:
-            context: Number of tokens before it.
+            depth: The deepest level that can still be used.
+            context: Number of tokens before the round.
         """
-        self._here = self._costs_at(context)
-        if self._here.count(0) < _ENOUGH or (self._since_plain >= _PLAIN_AGAIN and self._gain < _SMALL_GAIN):
-            return None
+        self._here = self._curve_at(context)
+        self._corrections = self._new_corrections()
+        if not self._here.is_known or self._wants_plain():
+            return Plan(0, 0)
+        levels = min(depth, self._limits.depth)
         if self._left > 0:
             self._left -= 1
-            return None
-        if self._size is None:
-            self._start(self._first)
-        elif self._rounds >= _ENOUGH and self._walks >= self._next_decision:
-            self._decide()
-        if self._size is not None and self._rounds % _LARGER == _LARGER - 1:
-            return self._larger(self._size)
-        return self._size
+            levels = 0
+        elif not self._waits:
+            levels = self._levels_ahead(levels)
+        return Plan(levels, self._limits.num_nodes, _LEAST_VALUE)
 
-    def _larger(self, size: TreeSettings) -> TreeSettings:
-        more = [other for other in self.sizes if other.num_nodes > size.num_nodes and other.depth >= size.depth]
-        return min(more, key=lambda other: (other.num_nodes, abs(other.depth - size.depth - 1)), default=size)
-
-    def _costs_at(self, context: int) -> Costs:
-        """Return the costs at contexts of this order of magnitude, which begin as a copy of the nearest ones."""
-        magnitude = context.bit_length()
-        if magnitude not in self._costs:
-            near = min(self._costs, key=lambda other: abs(other - magnitude), default=None)
-            self._costs[magnitude] = Costs(None if near is None else self._costs[near])
-        return self._costs[magnitude]
-
-    def observe(
-        self,
-        size: TreeSettings | None,
-        nodes: int,
-        draft_seconds: float | None,
-        verify_seconds: float,
-        ranks: Sequence[Sequence[int]] = (),
-    ) -> None:
-        """Add the measurements of a round.
+    def goes_on(self, level: int, scores: torch.Tensor) -> bool:
+        """Return whether a further level pays.
 
         Args:
-            size: Size of its trees as they were grown; `None` for a plain step.
-            nodes: Number of drafted nodes for each sequence that the target has verified. It is larger than in `size`
-                if chains of pad tokens were longer.
-            draft_seconds: Time of drafting; `None` if the draft was fed more than the tokens of one round.
-            verify_seconds: Time of the target's forward and the walk.
-            ranks: For each walk, see [`Acceptance.add`].
+            level: Number of levels grown.
+            scores: (B, R) cumulative log-probabilities of the nodes that the next one would expand.
         """
-        self._here.add(nodes, verify_seconds)
-        if size is None:
-            self._since_plain = 0
-            return
-        self._since_plain += 1
+        if not self._waits:
+            return True
+        return self._pays(level, float(scores.exp().sum()))
+
+    def keep(self, candidates: Sequence[Candidates]) -> int:
+        """Return how many of the best nodes of each sequence to verify."""
+        rate, best, most = self._rate(), 0, 0.0
+        longest = max((len(each.tokens) for each in candidates), default=0)
+        fixed, promised = self._here.seconds(0), 0.0
+        for count in range(1, longest + 1):
+            for each in candidates:
+                if count <= len(each.values):
+                    promised += each.values[count - 1] * self._corrections[each.depths[count - 1]]
+            gain = promised - rate * (self._here.seconds(count) - fixed)
+            if gain > most:
+                best, most = count, gain
+        return best
+
+    def observe(self, proposal: Proposal, paths: dict[int, list[int]], draft: float, verify: float) -> None:
+        """Learn from a round.
+
+        Args:
+            proposal: What was drafted.
+            paths: Index of a sequence -> the visited nodes of its tree, for the sequences that were to advance.
+            draft: Seconds of drafting.
+            verify: Seconds of the target's forward and the walk.
+        """
+        nodes = proposal.num_nodes
+        self._here.add(nodes, verify)
+        self._since_plain = self._since_plain + 1 if nodes else 0
         self._rounds += 1
-        if draft_seconds is not None:
-            self._here.add_draft(size.depth, size.top_k, draft_seconds)
-        self._walks += len(ranks)
-        for own in ranks:
-            self.acceptance.add(size.num_nodes, size.depth, own)
+        if proposal.levels and proposal.num_fed <= self._limits.reach + 1:
+            self._draft.add(proposal.levels, draft)
+        tokens = sum(len(path) for path in paths.values())
+        self._learn_rate(tokens, draft + verify)
+        if self._rounds % _RECENT == 0:
+            self._forget()
+        for index, candidates in proposal.candidates.items():
+            self._learn_values(candidates, nodes, len(paths.get(index, ())) - 1)
+        self._learn_levels(proposal)
+        if proposal.levels:
+            self._weigh_head(proposal, paths)
 
-    def rates(self) -> dict[TreeSettings, float]:
-        """Return the expected tokens per second and sequence of each size."""
-        accepted = self.acceptance.expected()
-        return {
-            size: (1 + accepted[size.num_nodes][size.depth])
-            / max(1e-9, self._here.verify(size.num_nodes) + self._here.draft(size.depth, size.top_k))
-            for size in self.sizes
-        }
+    # ----- what is learnt -------------------------------------------------------------------------------------------
 
-    def _decide(self) -> None:
-        rates, plain = self.rates(), 1 / max(1e-9, self._here.verify(0))
-        best = max(self.sizes, key=rates.__getitem__)
-        self._gain = rates[best] / plain
-        sure = self._walks >= _WALKS_TO_CHANGE
-        if self._gain < (_WORTH_IT if self._was_off else 1.0 if sure else _HOPELESS):
-            self._switch_off(best)
-            return
-        self._was_off, self._pause = False, _FIRST_PAUSE
-        if not sure:
-            self._next_decision = _WALKS_TO_CHANGE
-            return
-        now = self._size or best
-        self._start(best if rates[best] > _BETTER * rates.get(now, 0.0) else now)
+    def _curve_at(self, context: int) -> Curve:
+        """Return the costs at contexts of this order of magnitude, which begin like the nearest ones."""
+        magnitude = context.bit_length()
+        if magnitude not in self._curves:
+            near = min(self._curves, key=lambda other: abs(other - magnitude), default=None)
+            self._curves[magnitude] = Curve(self._verify_shape) if near is None else self._curves[near].like()
+        return self._curves[magnitude]
 
-    def _start(self, size: TreeSettings) -> None:
-        self._size, self._rounds, self._walks, self._next_decision = size, 0, 0, _WALKS_TO_STOP
+    def _wants_plain(self) -> bool:
+        """Whether to measure a plain step, to which drafting is compared."""
+        return self._since_plain >= _PLAIN_AGAIN and self._balance < _GREATEST
 
-    def _switch_off(self, best: TreeSettings) -> None:
-        if not self._was_off:
-            logger.info(
-                f"drafting does not pay here: the best tree, of {best.num_nodes} nodes, is expected to give "
-                f"{self._gain:.2f} times the speed of plain decoding. Drafting is switched off, and tried again after "
-                f"{self._pause} steps. The text is the same."
-            )
-        self._was_off, self._size = True, None
-        self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+    def _learn_rate(self, tokens: int, seconds: float) -> None:
+        if not self._seconds:
+            plain = self._here.seconds(0)
+            self._seconds, self._tokens = _RATE_ROUNDS / 4 * plain, _RATE_ROUNDS / 4 * _FIRST_RATE * self._batch
+        kept = 1 - 1 / _RATE_ROUNDS
+        self._seconds = self._seconds * kept + seconds
+        self._tokens = self._tokens * kept + tokens
+
+    def _rate(self) -> float:
+        """Return tokens per second of all sequences; at least those of plain decoding."""
+        plain = self._batch / self._here.seconds(0)
+        return max(plain, self._tokens / self._seconds) if self._seconds else plain
+
+    def _new_corrections(self) -> list[float]:
+        """Return by level by how much more often nodes are accepted than their values say."""
+        corrections, ratio = [1.0], _TRUST
+        for right, predicted in zip(self._right[1:], self._predicted[1:], strict=True):
+            ratio = min(1.25, (right + _EXPECTED * ratio) / (predicted + _EXPECTED))
+            corrections.append(ratio)
+        return corrections
+
+    def _learn_values(self, candidates: Candidates, kept: int, reached: int) -> None:
+        for value, depth in zip(candidates.values[:kept], candidates.depths, strict=False):
+            self._predicted[depth] += value
+        # Of each level one node at most is accepted.
+        deepest = max(candidates.depths[:kept], default=0)
+        for depth in range(1, min(reached, deepest) + 1):
+            self._right[depth] += 1
+
+    def _learn_levels(self, proposal: Proposal) -> None:
+        """Compare what the frontiers of the levels promised with what the next levels gave, less its cost."""
+        rate, kept = self._rate(), proposal.num_nodes
+        price = rate * (self._here.seconds(kept) - self._here.seconds(max(0, kept - 1)))
+        gave = [0.0] * (proposal.levels + 2)
+        for each in proposal.candidates.values():
+            for value, depth, source in zip(each.values[:kept], each.depths, each.sources, strict=False):
+                if depth <= proposal.levels and source == HEAD:
+                    gave[depth] += max(0.0, value - price / self._batch)
+        for level, mass in enumerate(proposal.masses, start=1):
+            self._mean_masses[level] += (mass / self._batch - self._mean_masses[level]) / _RATE_ROUNDS
+            self._masses[level] += mass
+            self._gains[level] += gave[level + 1]
+
+    def _pays(self, level: int, mass: float) -> bool:
+        share = _KEPT_SHARE
+        for nearer in range(1, level + 1):  # each level is believed to be like the one above it
+            share = (self._gains[nearer] + _KEPT_PRIOR * share) / (self._masses[nearer] + _KEPT_PRIOR)
+        return mass * self._corrections[1] * share > self._rate() * self._level_seconds(level)
+
+    def _level_seconds(self, level: int) -> float:
+        """Return the seconds of one more level than `level`; feeding the head is part of the first one."""
+        return self._draft.another(level, self._here.seconds(0))
+
+    def _levels_ahead(self, most: int) -> int:
+        """Return the number of levels that pay by the frontiers of earlier rounds."""
+        level = 1
+        while level < most and self._pays(level, self._batch * self._mean_masses[level]):
+            level += 1
+        return most if self._rounds % _ALL_LEVELS == 0 else min(level, most)
+
+    def _forget(self) -> None:
+        for counts in (self._predicted, self._right, self._masses, self._gains):
+            counts[:] = [count / 2 for count in counts]
+
+    # ----- the head on and off --------------------------------------------------------------------------------------
+
+    def _weigh_head(self, proposal: Proposal, paths: dict[int, list[int]]) -> None:
+        """Add what the head's nodes gave in a round to the balance, less what they cost. If too low, leave it out."""
+        plain, kept = self._here.seconds(0), proposal.num_nodes
+        self._judged += 1
+        gained, most_others = 0.0, 0
+        for index, each in proposal.candidates.items():
+            owed = _owed_to_head(each, kept)
+            came = sum(owed[node - 1] for node in paths.get(index, ())[1:])
+            values = zip(each.values, each.depths, owed, strict=False)
+            expected = sum(value * self._corrections[depth] for value, depth, is_owed in values if is_owed)
+            # A head that is known is judged halfway by what was to be expected, so that luck alone does not decide.
+            gained += came if self._judged < _KNOWN else (came + expected) / 2
+            most_others = max(most_others, kept - sum(owed))
+        # Not the seconds of this very round: its head may have been fed a whole prompt.
+        draft = sum(map(self._level_seconds, range(proposal.levels)))
+        cost = draft + max(0.0, self._here.seconds(kept) - self._here.seconds(most_others))
+        active = max(1, len(proposal.candidates))
+        self._balance = min(_GREATEST, self._balance + gained / active - cost / plain)
+        if self._balance > 0:
+            self._pause, self._was_off = _FIRST_PAUSE, False
+        elif self._balance < _LOWEST:
+            if not self._was_off:
+                logger.info(
+                    "drafting with the head does not pay here: its drafts cost more time than they save. It is left "
+                    f"out, and tried again after {self._pause} steps. The text is the same."
+                )
+            self._was_off = True
+            self._balance = _AGAIN
+            self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
 
 
-def sizes_within(limits: TreeSettings, is_chain: bool = False) -> list[TreeSettings]:
-    """Return the sizes to choose from: numbers of nodes and levels, with as many children as these nodes can use."""
-    if is_chain or limits.top_k == 1:
-        return [TreeSettings(depth, depth, 1) for depth in range(1, min(limits.depth, limits.num_nodes) + 1)]
-    found = []
-    for nodes in _NODES:
-        for depth in range(1, min(limits.depth, nodes) + 1):
-            size = TreeSettings(nodes, depth, min(limits.top_k, math.isqrt(nodes - 1) + 1))
-            if nodes <= limits.num_nodes and size.capped(depth) == size:
-                found.append(size)
-    return found
-
-
-def _size_tried(sizes: Sequence[TreeSettings], nodes: int) -> TreeSettings:
-    """Return the size to begin with, of about `nodes` nodes, whose levels grow with the logarithm of the nodes."""
-    most = max([size.num_nodes for size in sizes if size.num_nodes <= nodes], default=sizes[0].num_nodes)
-    same = [size for size in sizes if size.num_nodes == most]
-    return min(same, key=lambda size: abs(size.depth - (most + 1).bit_length() + 1))
+def _owed_to_head(candidates: Candidates, kept: int) -> list[bool]:
+    """Return which nodes only the head has proposed, or follow such a node."""
+    owed: list[bool] = []
+    for parent, source in zip(candidates.parents[:kept], candidates.sources, strict=False):
+        owed.append(source == HEAD or (parent > 0 and owed[parent - 1]))
+    return owed
 
 
 # head -> target -> key of a kind of call -> its sizer
 _found: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Hashable, TreeSizer]]] = WeakKeyDictionary()
 
 
-def sizer_of(
-    draft: Any, target: Any, limits: TreeSettings, batch_size: int, is_chain: bool, kind: Hashable
-) -> TreeSizer:
+def sizer_of(draft: Any, target: Any, limits: TreeSettings, batch_size: int, kind: Hashable) -> TreeSizer:
     """Return the sizer that calls of this kind share.
 
     Args:
@@ -300,81 +370,11 @@ def sizer_of(
         target: The target.
         limits: The largest tree.
         batch_size: Number of sequences.
-        is_chain: Whether the target verifies chains only.
         kind: Everything else that costs or acceptance depend on (device, dtype, threads, sampling, lock-step).
     """
     sizers = _found.setdefault(draft, WeakKeyDictionary()).setdefault(target, {})
-    key = limits, batch_size, is_chain, kind
+    key = limits, batch_size, kind
     if key not in sizers:
-        sizers[key] = TreeSizer(limits, batch_size, is_chain)
+        is_cpu = target.device.type == "cpu"
+        sizers[key] = TreeSizer(limits, batch_size, CPU if is_cpu else ACCELERATOR, waits=is_cpu)
     return sizers[key]
-
-
-class RoundSizes:
-    """The sizes of one call's trees, fixed or chosen by a sizer.
-
-    Args:
-        settings: The fixed size, or the limits of the sizer.
-        sizer: Chooses the size of each round; `None` for the fixed size.
-
-    Attributes:
-        current: Size of this round's trees; `None` if nothing is drafted.
-    """
-
-    def __init__(self, settings: TreeSettings, sizer: TreeSizer | None = None):
-        self.current: TreeSettings | None = None
-        self._settings = settings
-        self._sizer = sizer
-        self._rounds = 0
-
-    def choose(self, depth: int, context: int) -> TreeSettings | None:
-        """Return the size of the next round's trees, at most `depth` deep, after a context of `context` tokens."""
-        size = self._settings if self._sizer is None or depth < 1 else self._sizer.choose(context)
-        self.current = None if size is None or depth < 1 else size.capped(depth)
-        return self.current
-
-    def observe(
-        self,
-        tree: DraftTree,
-        paths: dict[int, list[int]],
-        in_step: bool,
-        num_fed: int,
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
-        """Pass the measurements of a round to the sizer.
-
-        Args:
-            tree: The verified trees.
-            paths: Index of a sequence -> its path, for the sequences that were to advance.
-            in_step: Whether the round ended for all sequences with the first one whose draft was wrong.
-            num_fed: Number of positions that the draft was fed before it drafted the trees.
-            draft_seconds: Time of drafting.
-            verify_seconds: Time of the target's forward and the walk.
-        """
-        if self._sizer is None:
-            return
-        self._rounds += 1
-        ranks: list[list[int]] = []
-        # This takes another transfer, so on an accelerator it is not done in every round.
-        watched = tree.scores.device.type == "cpu" or self._rounds % _WATCHED == 0
-        if self.current is not None and watched:
-            scores = tree.scores.tolist()
-            ranks = [ranks_on_path(scores[index], path) for index, path in paths.items() if path]
-            if ranks and in_step:
-                ranks = [[max(level) for level in zip(*ranks, strict=False)]]
-        usual = draft_seconds if num_fed <= self._settings.depth + 1 else None
-        self._sizer.observe(self.current, tree.tokens.shape[1] - 1, usual, verify_seconds, ranks)
-
-
-def ranks_on_path(scores: Sequence[float], path: Sequence[int]) -> list[int]:
-    """Return the ranks by score, from 1, of the drafted nodes of a path; of equal scores the first ranks higher."""
-    return [
-        sum(
-            score > scores[node] or (score == scores[node] and other < node)
-            for other, score in enumerate(scores)
-            if other
-        )
-        + 1
-        for node in path[1:]
-    ]

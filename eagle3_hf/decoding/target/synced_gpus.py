@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...model.lookup_draft import LookupDraft
 from ...model.modeling_eagle3 import Eagle3DraftModel
 
 
@@ -42,7 +43,7 @@ class SyncedGpus:
 
 
 def synced_gpus_of(
-    target: PreTrainedModel, draft: Eagle3DraftModel, input_ids: torch.Tensor, synced_gpus: bool | None
+    target: PreTrainedModel, draft: Eagle3DraftModel | LookupDraft, input_ids: torch.Tensor, synced_gpus: bool | None
 ) -> SyncedGpus | None:
     """Return the other processes of a call, or `None` if this process generates alone.
 
@@ -52,8 +53,10 @@ def synced_gpus_of(
     """
     if not synced_gpus or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
-    borrowed = {"embedding": target.get_input_embeddings()} if not draft.config.own_embeddings else {}
-    if not draft.config.own_lm_head:
+    borrowed = {}
+    if isinstance(draft, Eagle3DraftModel) and not draft.config.own_embeddings:
+        borrowed["embedding"] = target.get_input_embeddings()
+    if isinstance(draft, Eagle3DraftModel) and not draft.config.own_lm_head:
         borrowed["output layer"] = target.get_output_embeddings()
     for name, module in borrowed.items():
         if _is_spread(module):

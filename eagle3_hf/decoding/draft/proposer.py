@@ -1,0 +1,186 @@
+"""What a round proposes: the trees that the head and the lookup source draft together, at the size that pays."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from ...acceptance import SpeculationStats
+from ...model.tree_settings import TreeSettings
+from ..coupling import Noise
+from ..sequence import Batch
+from ..tree import DraftTree
+from .candidate import Eagle3Candidate
+from .inputs import DraftInputs
+from .lookup import Lookup
+from .mixture import BOTH, EMPTY, HEAD, LOOKUP, Candidates, Pool, RaceNoise, best_nodes
+from .sizing import FixedSizes, Plan, Proposal, TreeSizer
+
+
+_LEAST_NOISE = 1e-30  # noise is positive; this keeps its inverse finite
+
+
+class Proposer:
+    """Drafts the trees of one `generate` call.
+
+    Args:
+        batch: The sequences.
+        settings: The size of the trees, or its limits.
+        sizes: Chooses the size of each round.
+        head: Drafts with the head; `None` to draft by lookup alone.
+        lookup: The lookup source; `None` to draft with the head alone.
+        noise: The noise of the sampling steps if drafts are coupled to it; `None` otherwise.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        settings: TreeSettings,
+        sizes: FixedSizes | TreeSizer,
+        head: Eagle3Candidate | None,
+        lookup: Lookup | None,
+        noise: Noise | None,
+    ):
+        self.proposal = Proposal()
+        self._batch = batch
+        self._settings = settings
+        self._sizes = sizes
+        self._head = head
+        self._lookup = lookup
+        self._noise = noise
+
+    def propose(self, depth: int, active: Sequence[int]) -> DraftTree:
+        """Return a tree below the newest token of each sequence.
+
+        Args:
+            depth: The deepest level whose tokens can still be emitted.
+            active: Sequences that advance in this round; the others get their root alone.
+        """
+        self.proposal = Proposal()
+        roots = self._batch.roots()
+        plan = self._sizes.plan(depth, self._batch.longest) if depth > 0 else Plan(0, 0)
+        if plan.num_nodes < 1 or (not plan.levels and self._lookup is None):
+            return DraftTree.root_only(roots)
+        leads = [sequence.lead(self._batch.steps) for sequence in self._batch]
+        if self._lookup is None and isinstance(self._sizes, FixedSizes) and self._head is not None:
+            # There may be fewer candidates than asked for (because of cutoffs or NaN): the forward is then smaller.
+            tree = self._head.draft_tree(None, depth, self._settings, roots, leads).trimmed()
+            self.proposal.levels, self.proposal.num_nodes = plan.levels, tree.tokens.shape[1] - 1
+            return tree
+        pools = self._pools(plan, leads)
+        for index in active:
+            self.proposal.candidates[index] = self._best(index, pools[index], plan, depth, leads[index])
+        self.proposal.num_nodes = self._sizes.keep(list(self.proposal.candidates.values()))
+        if not self.proposal.num_nodes:
+            return DraftTree.root_only(roots)
+        return self._tree(roots)
+
+    def _pools(self, plan: Plan, leads: list[int]) -> list[Pool]:
+        """Return the head's candidates of each sequence."""
+        if not plan.levels or self._head is None:
+            return [EMPTY] * len(self._batch)
+        settings = self._settings.capped(plan.levels)
+        pool = self._head.draft_pool(settings, leads, self._sizes.goes_on)
+        self.proposal.levels, self.proposal.num_fed = pool.num_levels, self._head.num_fed
+        pools = pool.host()
+        self.proposal.masses = [sum(level) for level in zip(*(each.expanded_masses() for each in pools), strict=True)]
+        return pools
+
+    def _best(self, index: int, pool: Pool, plan: Plan, depth: int, lead: int) -> Candidates:
+        sequence, guesses = self._batch[index], None
+        tail: Sequence[int] = sequence.upcoming(1)
+        if self._lookup is not None:
+            self._lookup.extend(index, sequence.token_ids)
+            tail = self._lookup.indices[index].tail
+            guesses = self._guesses(self._lookup, index)
+        return best_nodes(
+            pool,
+            guesses,
+            tail,
+            plan.num_nodes,
+            min(depth, self._settings.reach),
+            plan.least,
+            self._settings.top_k == 1,
+            None if self._noise is None else _race(self._noise, index, lead),
+        )
+
+    @staticmethod
+    def _guesses(lookup: Lookup, index: int) -> Callable[[Sequence[int]], list[tuple[int, float]]]:
+        return lambda tail: lookup.guesses(index, tail)
+
+    def _tree(self, roots: torch.Tensor) -> DraftTree:
+        kept = self.proposal.num_nodes
+        none = Candidates([], [], [], [], [])
+        found = [self.proposal.candidates.get(sequence.index, none) for sequence in self._batch]
+        return DraftTree.from_nodes(
+            roots,
+            [each.tokens[:kept] for each in found],
+            [each.parents[:kept] for each in found],
+            [each.values[:kept] for each in found],
+        )
+
+    # ----- after a round --------------------------------------------------------------------------------------------
+
+    def feed_later(self, inputs: DraftInputs | None) -> None:
+        """Keep the head's inputs of a round until it drafts the next time."""
+        if self._head is not None and inputs is not None:
+            self._head.feed_later(inputs)
+
+    def watch(self, accepted: int) -> None:
+        """See [`Eagle3Candidate.watch`]."""
+        if self._head is not None:
+            self._head.watch(accepted)
+
+    def observe(self, paths: dict[int, list[int]], draft: float, verify: float) -> None:
+        """Learn from a round, see [`TreeSizer.observe`]."""
+        self._sizes.observe(self.proposal, paths, draft, verify)
+
+    def count(self, stats: SpeculationStats, paths: dict[int, list[int]]) -> None:
+        """Add what was drafted and accepted in a round.
+
+        Args:
+            stats: The counters.
+            paths: Index of a sequence -> the visited nodes of its tree, for the sequences that were to advance.
+        """
+        kept = self.proposal.num_nodes
+        stats.levels += self.proposal.levels
+        stats.plain_rounds += not kept
+        stats.headless_rounds += not self.proposal.levels
+        for index, path in paths.items():
+            own = self.proposal.candidates.get(index)
+            if own is None:  # by the head alone, on its device
+                stats.drafted += kept
+                stats.from_head += max(0, len(path) - 1)
+                continue
+            stats.drafted += len(own.tokens[:kept])
+            stats.predicted += sum(own.values[:kept])
+            sources = [own.sources[node - 1] for node in path[1:]]
+            stats.from_head += sources.count(HEAD)
+            stats.from_lookup += sources.count(LOOKUP)
+            stats.from_both += sources.count(BOTH)
+
+    def rewind(self, index: int, step: int, position: int | None) -> None:
+        """Forget the tokens of a sequence from `step` on.
+
+        Args:
+            index: Index of the sequence.
+            step: The first step whose token was removed.
+            position: The head forgets its positions from this one on; `None` if it has not been fed them.
+        """
+        if self._lookup is not None:
+            self._lookup.rewind(index, step)
+        if self._head is not None and position is not None:
+            self._head.rewind(index, position)
+
+
+def _race(noise: Noise, index: int, lead: int) -> RaceNoise:
+    """Return the noise of a token at a level of one sequence's tree."""
+    rows: dict[int, np.ndarray] = {}
+
+    def at(level: int, token: int) -> float:
+        if level not in rows:
+            rows[level] = noise.peek(lead + level)[index].float().cpu().numpy()
+        row = rows[level]
+        return max(float(row[token]), _LEAST_NOISE) if token < len(row) else float("inf")
+
+    return at
