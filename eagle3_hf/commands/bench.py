@@ -37,7 +37,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="what is asked: a folder of JSONL files with `turns`, one per task; one such file; chats, in a file or "
         "on the Hub (default: a small set of questions of nine kinds)",
     )
-    asked.add_argument("--questions", type=amount, default=10, help="number of questions of each task; 0 for all")
+    asked.add_argument(
+        "--questions",
+        type=amount,
+        help="number of questions of each task; 0 for all (default: 10, and 2 of each kind of the built-in ones)",
+    )
     asked.add_argument(
         "--template-kwargs",
         type=json_object,
@@ -105,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from ..evaluation.bench import Benchmark, benchmark_columns
+    from ..evaluation.bench import Benchmark, benchmark_columns, number_of_questions
     from ..evaluation.columns import column_fields, parse_tree
     from ..evaluation.prompts import load_questions
 
@@ -118,7 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _round_cost(arguments)
     files = _check_files(arguments)
     # Questions, names and settings are checked before the target is loaded.
-    questions = load_questions(arguments.prompts, arguments.questions or None, arguments.seed)
+    number = number_of_questions(arguments.prompts, arguments.questions)
+    questions = load_questions(arguments.prompts, number, arguments.seed)
     names = _names_of_heads(arguments)
     logging.disable_progress_bar()
     target = load_target(arguments)

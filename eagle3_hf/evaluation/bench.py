@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 
 from ..model.modeling_eagle3 import Eagle3DraftModel
@@ -34,7 +35,7 @@ from .columns import (
 )
 from .differences import text_differences
 from .machine import OthersLoad, describe_machine
-from .measure import left_padded, measure
+from .measure import left_padded, measure, pad_token_id
 from .prompts import Question, fingerprint, load_questions
 from .results import BenchResult
 from .store import Store
@@ -99,19 +100,19 @@ class Benchmark:
         self._plan = plan(questions, temperatures, batch_sizes, max_new_tokens, seed)
         self._fitting: dict[str, int] = {}  # turns of a conversation that the target has positions for
         self.header = {
+            "machine": describe_machine(target),
             "settings": {
                 "questions": f"{len(questions)} with the hash {fingerprint(questions)}",
                 "temperatures": [float(value) for value in temperatures],
                 "batch_sizes": list(batch_sizes),
                 "max_new_tokens": list(max_new_tokens),
-                "columns": [column.as_dict() for column in self.columns],
+                "columns": {column.name: column.as_dict() for column in self.columns},
                 "trees": self.trees,
                 "seed": seed,
                 "template_kwargs": self._template_kwargs,
                 "target": model_fingerprint(target),
                 "heads": {name: model_fingerprint(head) for name, head in self.heads.items()},
             },
-            "machine": describe_machine(target),
         }
         self.store = Store(output, self.header)
 
@@ -132,20 +133,25 @@ class Benchmark:
             progress: Whether to show a progress bar with the figures so far.
         """
         left = [each for each in self._plan if not self._is_complete(each)]
-        if left:
-            self._warm_up(left)
-            others = OthersLoad()
-            with tqdm(
-                total=self.num_cells, initial=self.num_complete, desc="Measuring", unit="turn", disable=not progress
-            ) as bar:
-                for conversation in left:
-                    self._probe(others)
-                    for _ in self._measure(conversation):
-                        bar.update()
-                        if progress:
-                            bar.set_postfix_str(running(self._measured(), self.columns))
-                    bar.total = self.num_cells
+        device = self.target.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            self._measure_all(left, progress)
         return self.result()
+
+    def _measure_all(self, conversations: Sequence[Conversation], progress: bool) -> None:
+        if not conversations:
+            return
+        self._warm_up(conversations)
+        others = OthersLoad()
+        done, every = self.num_complete, self.num_cells
+        with tqdm(total=every, initial=done, desc="Measuring", unit="turn", disable=not progress) as bar:
+            for conversation in conversations:
+                self._probe(others)
+                for _ in self._measure(conversation):
+                    bar.update()
+                    if progress:
+                        bar.set_postfix_str(running(self._measured(), self.columns))
+                bar.total = self.num_cells
 
     def result(self) -> BenchResult:
         """Return the results of all that has been measured so far."""
@@ -153,6 +159,7 @@ class Benchmark:
             self._measured(),
             self.columns,
             header=self.header,
+            models={"target": name_of(self.target), **{name: name_of(head) for name, head in self.heads.items()}},
             chains=self.chains,
             probes=self.store.probes,
             progress=(self.num_complete, self.num_cells),
@@ -163,7 +170,7 @@ class Benchmark:
         """Return the cells that have answers."""
         cells = (cell for conversation in self._plan for cell in self._cells(conversation))
         return [
-            MeasuredCell(cell.conversation, self.store.answers[cell.key], self.store.differences.get(cell.key))
+            MeasuredCell(cell, self.store.answers[cell.key], self.store.differences.get(cell.key))
             for cell in cells
             if cell.key in self.store.answers
         ]
@@ -199,7 +206,7 @@ class Benchmark:
         names = [f"{question.task}/{question.id}" for question in cell.conversation.questions]
         if cell.conversation.num_turns > 1:
             names = [f"{name}, turn {cell.turn + 1}" for name in names]
-        inputs = left_padded(prompts, 0, self.target.device)
+        inputs = left_padded(prompts, pad_token_id(self.target), self.target.device)
         self.store.finish(
             cell.key,
             text_differences(self.target, self.tokenizer, inputs, names, answers, PLAIN.name, **setting.options),
@@ -270,6 +277,12 @@ class Benchmark:
         self.store.put_probe(answer.seconds, others.since_last())
 
 
+def name_of(model) -> str:
+    """Return the name under which a model was loaded: its Hub id, or the name of its folder."""
+    name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
+    return Path(name).name if Path(name).exists() else name
+
+
 def model_fingerprint(model) -> str:
     """Return a hash of a model's config and of a few values of each of its parameters."""
     digest = hashlib.sha256()
@@ -281,7 +294,7 @@ def model_fingerprint(model) -> str:
     config = getattr(model, "config", None)
     if config is not None:
         saved = copy.copy(config.to_dict())
-        for volatile in ("_name_or_path", "transformers_version"):
+        for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):  # not what it computes
             saved.pop(volatile, None)
         digest.update(repr(sorted(saved.items(), key=lambda item: item[0])).encode())
     return digest.hexdigest()[:16]
@@ -293,7 +306,7 @@ def bench(
     tokenizer,
     prompts: Any = None,
     *,
-    questions: int | None = 10,
+    questions: int | None = None,
     trees: Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, Mapping[str, Any]] = (),
     prompt_lookup: bool = True,
@@ -312,7 +325,8 @@ def bench(
         head: The head, or several by name.
         tokenizer: The target's tokenizer.
         prompts: See [`load_questions`]; `None` for the built-in questions.
-        questions: Number of questions of each task, chosen by the seed; `None` for all.
+        questions: Number of questions of each task, chosen by the seed; 0 for all, `None` for 2 of each kind of the
+            built-in questions and 10 of each task of others.
         trees: Sizes of the tree, such as `"15/4/4"` or `"auto"`, each of which is a column for each head; without
             any, a head has its own.
         columns: Further columns, such as `"narrow:assistant_window=64"`.
@@ -329,7 +343,7 @@ def bench(
     """
     heads = dict(head) if isinstance(head, Mapping) else {"head": head}
     chosen = benchmark_columns(heads, trees, columns, prompt_lookup)
-    asked = load_questions(prompts, questions, seed)
+    asked = load_questions(prompts, number_of_questions(prompts, questions), seed)
     with _kept_in(output) as path:
         benchmark = Benchmark(
             target,
@@ -348,6 +362,11 @@ def bench(
             return benchmark.run(progress)
         finally:
             benchmark.store.close()
+
+
+def number_of_questions(prompts: Any, given: int | None) -> int | None:
+    """Return how many questions of each task are asked; `None` for all."""
+    return (2 if prompts is None else 10) if given is None else given or None
 
 
 def benchmark_columns(

@@ -70,7 +70,7 @@ def measure(
         clock: Returns seconds.
         options: Further arguments of `generate`, the same for all columns.
     """
-    inputs = left_padded(prompts, _pad_token_id(target), target.device)
+    inputs = left_padded(prompts, pad_token_id(target), target.device)
     with column.applied(heads) as own, _first_pass(target, clock, count="prompt_lookup_num_tokens" in own) as passes:
         memory = PeakMemory(target.device)
         torch.manual_seed(seed)
@@ -107,7 +107,8 @@ def eos_token_ids(target) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def _pad_token_id(target) -> int:
+def pad_token_id(target) -> int:
+    """Return the token with which the target's prompts are padded."""
     pad = target.generation_config.pad_token_id
     return pad if pad is not None else next(iter(eos_token_ids(target)), 0)
 

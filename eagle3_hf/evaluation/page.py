@@ -39,7 +39,8 @@ ul { padding-left: 1.2rem; } code { background: var(--soft); padding: 0 0.2rem; 
 
 def to_html(result: BenchResult) -> str:
     """Return the page."""
-    title = f"Benchmark: {', '.join(result.columns)}"
+    target, *heads = result.models.values()
+    title = f"{', '.join(heads) or 'Decoding'} on {target}"
     style = _STYLE.replace("LIGHT", _series(_LIGHT)).replace("DARK", _series(_DARK))
     return "\n".join(
         [

@@ -55,6 +55,7 @@ def to_csv(result: BenchResult) -> str:
 def header_lines(result: BenchResult) -> Iterator[str]:
     """Yield on what the figures were measured."""
     machine, quiet = result.machine, result.quietness
+    yield "; ".join(f"{name}: {model}" for name, model in result.models.items())
     yield f"device: {machine['device']}; processor: {machine['processor']}, {machine['cores']} cores"
     yield ", ".join(f"{name} {machine[name]}" for name in ("eagle3_hf", "transformers", "torch", "python"))
     others = "unknown" if quiet.others is None else f"{quiet.others:.2f} cores"

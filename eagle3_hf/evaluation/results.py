@@ -90,6 +90,33 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class Call:
+    """What was measured in one call of `generate`.
+
+    Attributes:
+        setting: The setting.
+        task: The questions' task.
+        questions: Ids of the questions, as many as the batch has.
+        turn: Turn of the conversation, from 1 on.
+        column: Name of the column.
+        tokens: New tokens of all sequences.
+        seconds: Time of the call.
+        tau: Mean acceptance length; `None` where passes were not counted.
+        per_depth: Acceptance by depth; `None` without a head.
+    """
+
+    setting: Setting
+    task: str
+    questions: Sequence[str]
+    turn: int
+    column: str
+    tokens: int
+    seconds: float
+    tau: float | None
+    per_depth: Sequence[float] | None
+
+
+@dataclass(frozen=True)
 class Quietness:
     """How quiet the machine was.
 
@@ -111,8 +138,10 @@ class BenchResult:
     Attributes:
         settings: Settings of the benchmark, by name.
         machine: Device, dtype, threads and versions.
+        models: Names of the target (`target`) and of each head.
         columns: Names of the columns, in order.
         figures: Figures of every setting, task (`None` first) and column.
+        calls: What was measured in each call.
         differences: Where texts differ.
         quietness: How quiet the machine was.
         chains: Columns whose drafts are chains, so that their acceptance by depth is n-alpha.
@@ -122,8 +151,10 @@ class BenchResult:
 
     settings: Mapping[str, Any]
     machine: Mapping[str, Any]
+    models: Mapping[str, str]
     columns: Sequence[str]
     figures: Sequence[Figures]
+    calls: Sequence[Call]
     differences: Sequence[TextDifference]
     quietness: Quietness
     chains: Sequence[str]
@@ -152,12 +183,14 @@ class BenchResult:
         values = {
             "settings": dict(self.settings),
             "machine": dict(self.machine),
+            "models": dict(self.models),
             "columns": list(self.columns),
             "chains": list(self.chains),
             "cells": dict(zip(("measured", "all"), self.cells, strict=True)),
             "warnings": list(self.warnings),
             "quietness": asdict(self.quietness),
             "figures": [figures.as_dict() for figures in self.figures],
+            "calls": [asdict(call) for call in self.calls],
             "differences": [asdict(each) for each in self.differences],
         }
         return _finite(values)

@@ -131,18 +131,32 @@ class Store:
     def _check_header(self, found: Any, header: Mapping[str, Any]) -> None:
         if not isinstance(found, dict) or found.get("kind") != "header" or found.get("format") != _FORMAT:
             raise ValueError(f"{self.path} is not a file of a benchmark of this version: name another file")
-        for group, values in header.items():
-            old = found.get(group, {})
-            for name in [*values, *old]:
-                was, now = old.get(name), values.get(name)
-                if was != now:
-                    raise ValueError(
-                        f"{self.path} was measured with another {name.replace('_', ' ')} ({_shown(was)}) than this "
-                        f"run's ({_shown(now)}): figures of the two cannot be mixed. Use the old one, name another "
-                        "file, or remove this one"
-                    )
+        changed = _first_change(found, header)
+        if changed is not None:
+            name, was, now = changed
+            raise ValueError(
+                f"{self.path} was measured with another {name} ({_shown(was)}) than this run's ({_shown(now)}): "
+                "figures of the two cannot be mixed. Use the old one, name another file, or remove this one"
+            )
+
+
+def _first_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Return the name of the first value that differs, and both values; names of groups are left out."""
+    for name in dict.fromkeys([*new, *old]):
+        was, now = old.get(name), new.get(name)
+        if name in ("kind", "format") or was == now:
+            continue
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            deeper = _first_change(was, now)
+            if deeper is not None:
+                inner, was, now = deeper
+                return (inner if name in ("machine", "settings") else f"{name.replace('_', ' ')}: {inner}"), was, now
+        return name.replace("_", " "), was, now
+    return None
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 160 else f"{text[:160]}..."

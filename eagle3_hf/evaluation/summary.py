@@ -7,11 +7,11 @@ from statistics import mean, median
 from typing import Any
 
 from ..acceptance import SpeculationStats
-from .cells import Conversation, Setting
+from .cells import Cell, Conversation, Setting
 from .columns import PLAIN, Column
 from .differences import DIFFERENT, EQUAL, NEAR_TIE, TextDifference
 from .measure import Answer
-from .results import BenchResult, Figures, Quietness, TimeSplit
+from .results import BenchResult, Call, Figures, Quietness, TimeSplit
 from .statistics import Interval, ratio_interval, spread
 
 
@@ -20,17 +20,22 @@ _LOUD_SPREAD = 0.10  # of repeated times of the same work, from which a machine 
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """What is known of one turn of a conversation.
+    """What is known of a cell.
 
     Attributes:
-        conversation: The conversation.
+        cell: The cell.
         answers: Answers by column.
         differences: Differences of the answers; `None` if they have not been compared yet.
     """
 
-    conversation: Conversation
+    cell: Cell
     answers: Mapping[str, Answer]
     differences: Sequence[TextDifference] | None
+
+    @property
+    def conversation(self) -> Conversation:
+        """The conversation of the cell."""
+        return self.cell.conversation
 
 
 @dataclass
@@ -69,6 +74,7 @@ def summarize(
     columns: Sequence[Column],
     *,
     header: Mapping[str, Mapping[str, Any]],
+    models: Mapping[str, str],
     chains: Sequence[str],
     probes: Sequence[Mapping[str, float | None]],
     progress: tuple[int, int],
@@ -80,6 +86,7 @@ def summarize(
         cells: Measured cells.
         columns: What was compared.
         header: Settings and machine.
+        models: Names of the target and the heads.
         chains: Names of columns that draft chains.
         probes: What was seen of the machine.
         progress: Number of measured turns, and of all.
@@ -96,8 +103,10 @@ def summarize(
     return BenchResult(
         settings=header["settings"],
         machine=header["machine"],
+        models=models,
         columns=list(dict.fromkeys(column.best_of or column.name for column in columns)),
         figures=figures,
+        calls=[call for setting in _by_setting(cells).values() for cell in setting for call in _calls(cell)],
         differences=[each for cell in cells for each in cell.differences or ()],
         quietness=quietness,
         chains=chains,
@@ -205,6 +214,19 @@ def _figures(
     )
 
 
+def _calls(cell: MeasuredCell) -> list[Call]:
+    """Return what was measured in each call of a cell."""
+    questions = [question.id for question in cell.conversation.questions]
+    place = (cell.conversation.setting, cell.conversation.task, questions, cell.cell.turn + 1)
+    found = []
+    for column, answer in cell.answers.items():
+        unit = _Unit([answer])
+        tau = unit.emitted / unit.rounds if unit.rounds else None
+        per_depth = None if answer.stats is None else answer.stats.per_depth
+        found.append(Call(*place, column, unit.tokens, unit.seconds, tau, per_depth))
+    return found
+
+
 def _split(answers: Sequence[Answer]) -> TimeSplit:
     """Return where the time went. Without a head, only the prefill can be told from the rest."""
     prefill, total = sum(answer.prefill_seconds for answer in answers), sum(answer.seconds for answer in answers)
@@ -243,6 +265,6 @@ def _warnings(quietness: Quietness, machine: Mapping[str, Any]):
     cores, threads = machine["cores"], machine["threads"]
     if quietness.others is not None and quietness.others > 0.1 and cores - quietness.others < threads:
         yield (
-            f"Other processes used {quietness.others:.1f} of {cores} cores on average, so that {threads} threads did "
-            "not have a core each."
+            f"Other processes used {quietness.others:.1f} of {cores} cores on average, so that not each of this run's "
+            f"threads ({threads}) had a core of its own."
         )
