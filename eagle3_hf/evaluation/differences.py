@@ -28,6 +28,7 @@ class TextDifference:
         margin: How much higher ordinary decoding scored its own token. `None` if it was not judged: the texts were
             sampled, one is the beginning of the other, or ordinary decoding gave another text when it was repeated.
         bound: The largest margin that rounding explains.
+        setting: The setting of the call in words, in results.
     """
 
     column: str
@@ -39,6 +40,7 @@ class TextDifference:
     other: str
     margin: float | None = None
     bound: float | None = None
+    setting: str = ""
 
     def __str__(self) -> str:
         judged = (
@@ -46,8 +48,9 @@ class TextDifference:
             if self.margin is None
             else f"scores {self.margin:.4g} apart, rounding explains {self.bound:.4g}"
         )
+        setting = f" ({self.setting})" if self.setting else ""
         return (
-            f"{self.column}, {self.question}: {self.kind} at new token {self.index} ({judged}): "
+            f"{self.column}, {self.question}{setting}: {self.kind} at new token {self.index} ({judged}): "
             f"{self.before!r} then {self.plain!r} or {self.other!r}"
         )
 

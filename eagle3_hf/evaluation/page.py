@@ -108,11 +108,10 @@ def _differences(result: BenchResult) -> Iterator[str]:
         judged = (
             "" if each.margin is None else f", scores {each.margin:.4g} apart (rounding explains {each.bound:.4g})"
         )
-        yield (
-            f"<li>{escape(each.column)}, {escape(each.question)}: {each.kind} at new token {each.index}{judged}: "
-            f"<code>{escape(each.before)}</code> then <code>{escape(each.plain)}</code> or "
-            f"<code>{escape(each.other)}</code></li>"
-        )
+        where = escape(f"{each.column}, {each.question} ({each.setting})")
+        texts = [f"<code>{escape(text)}</code>" for text in (each.before, each.plain, each.other)]
+        yield f"<li>{where}: {each.kind} at new token {each.index}{judged}: "
+        yield f"{texts[0]} then {texts[1]} or {texts[2]}</li>"
     yield "</ul></details>"
 
 

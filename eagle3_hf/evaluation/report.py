@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .cells import Setting
-from .differences import DIFFERENT, EQUAL, NEAR_TIE
+from .differences import DIFFERENT, EQUAL, NEAR_TIE, TextDifference
 from .results import BenchResult, Figures
 from .statistics import Interval
 
@@ -34,7 +34,7 @@ def to_markdown(result: BenchResult, differences: int = _SHOWN_DIFFERENCES) -> s
         if drafting:
             parts.append(table(*depth_table(drafting, result.chains)))
             parts.append(table(*length_table(drafting)))
-    found = sorted(result.differences, key=lambda each: (each.kind != DIFFERENT, -(each.margin or 0)))
+    found = sorted(result.differences, key=_importance)
     if found and differences:
         parts.append("\n".join(map(str, found[:differences])))
     if len(found) > differences:
@@ -59,7 +59,8 @@ def header_lines(result: BenchResult) -> Iterator[str]:
     yield f"device: {machine['device']}; processor: {machine['processor']}, {machine['cores']} cores"
     yield ", ".join(f"{name} {machine[name]}" for name in ("eagle3_hf", "transformers", "torch", "python"))
     others = "unknown" if quiet.others is None else f"{quiet.others:.2f} cores"
-    yield f"used by other processes: {others}; times of the same work differed by {quiet.spread:.1%}"
+    apart = "too few to tell" if quiet.spread is None else f"differed by {quiet.spread:.1%}"
+    yield f"used by other processes: {others}; times of the same work: {apart}"
     yield f"seed {result.settings['seed']}; questions: {result.settings['questions']}"
     measured, every = result.cells
     if measured < every:
@@ -155,6 +156,12 @@ def memory_in_words(count: int | None) -> str:
     if count is None:
         return _UNKNOWN
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _importance(difference: TextDifference) -> tuple[bool, bool, float]:
+    """Order differences: errors of greedy texts first, then near-ties, then what was not judged."""
+    unjudged = difference.margin is None
+    return unjudged, difference.kind != DIFFERENT, -(difference.margin or 0.0)
 
 
 def _tau(tau: Interval | None) -> str:

@@ -123,12 +123,12 @@ class Quietness:
     Attributes:
         seconds: Times of the same short piece of work, repeated between the conversations.
         others: Mean number of cores that other processes used; `None` where it is unknown.
-        spread: 90th percentile of those times over their 10th, minus 1.
+        spread: 90th percentile of those times over their 10th, minus 1; `None` of fewer than three.
     """
 
     seconds: Sequence[float]
     others: float | None
-    spread: float
+    spread: float | None
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ import numpy as np
 
 
 DRAWS = 2000
+_FEWEST = 3  # questions with an interval: of two, almost nothing follows
 _LARGEST = 100.0  # of a logarithm, where nothing is known
 _FEW = (12.7062, 4.3027, 3.1824, 2.7764)  # quantiles of t for 1 to 4, where its expansion is not exact enough
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and the ends of its 95% interval, which are `None` where a single question decides."""
+    """A figure and the ends of its 95% interval, which are `None` where less than three questions decide."""
 
     value: float
     low: float | None = None
@@ -55,7 +56,7 @@ def ratio_interval(
     value = float(above.sum(axis=1).prod() / below.sum(axis=1).prod())
     sums = np.concatenate([above, below])
     count = _effective_count(sums)
-    if count <= 1:
+    if sums.shape[1] < _FEWEST or count <= 1:
         return Interval(value)
     drawn = np.random.default_rng(seed).integers(sums.shape[1], size=(draws, sums.shape[1]))
     # A draw may consist of questions without any of something, such as drafted rounds.
@@ -90,9 +91,12 @@ def t_quantile(freedom: float) -> float:
     )
 
 
-def spread(seconds: Sequence[float]) -> float:
-    """Return how far repeated times of the same work lie apart: their 90th percentile over their 10th, minus 1."""
+def spread(seconds: Sequence[float]) -> float | None:
+    """Return how far repeated times of the same work lie apart: their 90th percentile over their 10th, minus 1.
+
+    Of fewer than three times nothing follows: the result is then `None`.
+    """
     if len(seconds) < 3:
-        return 0.0
+        return None
     low, high = np.percentile(seconds, [10, 90])
     return float(high / low - 1)

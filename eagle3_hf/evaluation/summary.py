@@ -1,7 +1,7 @@
 """From the answers of a benchmark to its figures."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -107,7 +107,9 @@ def summarize(
         columns=list(dict.fromkeys(column.best_of or column.name for column in columns)),
         figures=figures,
         calls=[call for setting in _by_setting(cells).values() for cell in setting for call in _calls(cell)],
-        differences=[each for cell in cells for each in cell.differences or ()],
+        differences=[
+            replace(each, setting=str(cell.conversation.setting)) for cell in cells for each in cell.differences or ()
+        ],
         quietness=quietness,
         chains=chains,
         cells=progress,
@@ -257,7 +259,7 @@ def _quietness(probes: Sequence[Mapping[str, float | None]]) -> Quietness:
 
 def _warnings(quietness: Quietness, machine: Mapping[str, Any]):
     """Yield what a reader should know before believing a figure."""
-    if quietness.spread > _LOUD_SPREAD:
+    if quietness.spread is not None and quietness.spread > _LOUD_SPREAD:
         yield (
             f"The machine was not quiet: times of the same work differed by {quietness.spread:.0%} (90th percentile "
             "over 10th). Ratios of columns are reliable within their intervals, times and tokens per second are not."

@@ -90,7 +90,7 @@ def test_a_page_shows_every_column_and_setting(text):
     ):
         assert words in page.text
     assert text.count("<svg") == 2 * 5 + 1
-    assert "<odd> $x$, poems/a: different at new token 3" in page.text
+    assert "<odd> $x$, poems/a (greedy, batch size 1, at most 20 new tokens): different at new token 3" in page.text
     assert "<odd>" not in text
     assert "<b>one" not in text
 

@@ -44,7 +44,7 @@ def slow_interval(numerators, denominators, seed: int, draws: int) -> tuple[floa
     return value, value / width, value * width
 
 
-@pytest.mark.parametrize("count", [2, 5, 12])
+@pytest.mark.parametrize("count", [3, 5, 12])
 def test_interval_is_that_of_the_slow_bootstrap(count):
     generator = np.random.default_rng(count)
     tokens, other = generator.integers(10, 99, (2, count)).tolist()
@@ -54,7 +54,8 @@ def test_interval_is_that_of_the_slow_bootstrap(count):
     assert (found.value, found.low, found.high) == pytest.approx(expected, rel=1e-9)
 
 
-def test_one_question_has_no_interval():
+def test_two_questions_have_no_interval():
+    assert ratio_interval([[30.0, 3.0]], [[20.0, 2.0]]) == Interval(1.5)
     found = ratio_interval([[30.0]], [[20.0]])
     assert found == Interval(1.5)
     assert str(found) == "1.50"
@@ -101,7 +102,7 @@ def simulated(generator, count: int, noise, gain: float = 1.0):
 @pytest.mark.statistical
 def test_identical_columns_are_told_apart_in_at_most_one_of_twenty_runs():
     missed, percentiles_missed, runs = 0, 0, 0
-    for count in (2, 4, 8, 20):
+    for count in (3, 5, 9, 20):
         for kind, noise in NOISE.items():
             generator = np.random.default_rng([count, *kind.encode()])
             for run in range(150):
@@ -127,6 +128,6 @@ def test_a_real_difference_is_found():
 
 
 def test_spread_of_repeated_times():
-    assert spread([1.0, 2.0]) == 0.0
+    assert spread([1.0, 2.0]) is None
     assert spread([1.0] * 10) == 0.0
     assert spread([1.0] * 8 + [1.5] * 4) == pytest.approx(0.5)

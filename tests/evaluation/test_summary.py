@@ -86,7 +86,7 @@ def test_rates_and_speedups():
     tokens = 9 + 11 + 10 + 2
     assert (head.tokens, head.seconds, head.answers, head.conversations) == (tokens, 7.0, 3, 2)
     assert head.speedup.value == pytest.approx((tokens / 7) / 5)
-    assert head.speedup.low < head.speedup.value < head.speedup.high
+    assert head.speedup.low is None, "two conversations are too few"
     of_a, of_b = (30 / 3) / 5, (2 / 4) / 5
     assert head.median_speedup == pytest.approx((of_a + of_b) / 2)
     assert head.tau.value == pytest.approx((9 + 9 + 1) / (4 + 3 + 1))
@@ -153,7 +153,9 @@ def test_markdown():
     assert "target: T; head: H" in text
     assert "| prompt lookup (best: prompt lookup 4) |" in text
     assert "| chain (chain: n-alpha) |" in text
-    assert "y/b: different at new token 5 (scores 9 apart, rounding explains 0.2): 'one' then 'two' or 'three'" in text
+    assert (
+        f"head, y/b ({GREEDY}): different at new token 5 (scores 9 apart, rounding explains 0.2): 'one' then" in text
+    )
     assert "and 1 more differences" in text
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     assert len(tables) == 4
