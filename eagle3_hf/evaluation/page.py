@@ -76,7 +76,7 @@ def _section(result: BenchResult, setting: Setting) -> Iterator[str]:
     yield f"<h2>{escape(str(setting))}, {whole[0].conversations} conversations</h2>"
     yield _table(*column_table(whole))
     yield '<div class="plots">'
-    yield _figure("Speed-up, with 95% intervals", plots.speedups(whole))
+    yield _figure("Speed-up, with 95% intervals", plots.speedups(whole, result.columns))
     yield _figure("Time per token", plots.time_split(whole))
     if drafting:
         yield _figure("Acceptance by depth", plots.acceptance_by_depth(drafting, result.columns))

@@ -35,21 +35,22 @@ _STYLE: dict[Any, Any] = {
 _SPLIT = {"prefill": "prefill", "draft": "draft", "verify": "verify", "host": "host", "rest": "decoding, not split"}
 
 
-def speedups(figures: Sequence[Figures]) -> str:
+def speedups(figures: Sequence[Figures], columns: Sequence[str]) -> str:
     """Return a plot of the speed-up of each column, with its interval."""
 
     def draw(axes: Any) -> None:
         for place, each in enumerate(figures):
-            _interval(axes, each, place, _SERIES[place % NUM_SERIES])
+            _interval(axes, each, place, _colour(each.column, columns))
         axes.set_yticks(range(len(figures)), [each.column for each in figures])
-        _ratio_axis(axes)
+        _ratio_axis(axes, len(figures))
 
     return _drawn(draw, len(figures), "Speed-up of each column with its 95% interval")
 
 
 def speedups_by_task(by_task: Mapping[str, Sequence[Figures]], columns: Sequence[str]) -> str:
     """Return a plot of the speed-ups in each task; the columns keep the colours that they have elsewhere."""
-    shown = [column for column in columns if column != "plain"]
+    measured = {each.column for figures in by_task.values() for each in figures}
+    shown = [column for column in columns if column != "plain" and column in measured]
 
     def draw(axes: Any) -> None:
         for place, figures in enumerate(by_task.values()):
@@ -58,7 +59,7 @@ def speedups_by_task(by_task: Mapping[str, Sequence[Figures]], columns: Sequence
                     offset = (shown.index(each.column) - (len(shown) - 1) / 2) * 0.7 / max(1, len(shown))
                     _interval(axes, each, place + offset, _colour(each.column, columns))
         axes.set_yticks(range(len(by_task)), list(by_task))
-        _ratio_axis(axes)
+        _ratio_axis(axes, len(by_task))
         _legend(axes, {column: _colour(column, columns) for column in shown})
 
     return _drawn(draw, len(by_task) * max(1.0, 0.5 * len(shown)) + 1, "Speed-up of each column by task")
@@ -172,8 +173,8 @@ def _interval(axes: Any, figures: Figures, place: float, colour: str) -> None:
     axes.plot([found.value], [place], "o", markersize=5, color=colour)
 
 
-def _ratio_axis(axes: Any) -> None:
-    axes.invert_yaxis()
+def _ratio_axis(axes: Any, lines: int) -> None:
+    axes.set_ylim(lines - 0.5, -0.5)
     axes.axvline(1.0, color=_INK, linewidth=0.8)
     axes.set_xlabel("speed-up over ordinary decoding")
     axes.grid(axis="x")

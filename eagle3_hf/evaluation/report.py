@@ -148,7 +148,9 @@ def table(heading: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def heading_of(figures: Figures) -> str:
     """Return the column's name, and which of several it stands for."""
-    return figures.column if figures.chosen == figures.column else f"{figures.column} (best: {figures.chosen})"
+    if figures.chosen == figures.column:
+        return figures.column
+    return f"{figures.column} (best: {figures.chosen.removeprefix(figures.column).strip()})"
 
 
 def memory_in_words(count: int | None) -> str:

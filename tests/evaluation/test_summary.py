@@ -151,7 +151,7 @@ def test_markdown():
     text = to_markdown(summary(progress=(3, 9)), differences=1)
     assert "measured so far: 3 of 9 turns" in text
     assert "target: T; head: H" in text
-    assert "| prompt lookup (best: prompt lookup 4) |" in text
+    assert "| prompt lookup (best: 4) |" in text
     assert "| chain (chain: n-alpha) |" in text
     assert (
         f"head, y/b ({GREEDY}): different at new token 5 (scores 9 apart, rounding explains 0.2): 'one' then" in text
