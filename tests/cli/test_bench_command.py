@@ -2,7 +2,12 @@
 
 import csv
 import json
+import os
 import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +85,57 @@ def test_ctrl_c_prints_what_there_is_and_the_same_command_resumes(call, models, 
     assert call(*options, "--restart") == 0
     assert file.stat().st_mtime_ns > before
     assert "have been measured" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_three_times_gives_the_same_texts_and_acceptance(call, models, tmp_path):
+    """Real processes and SIGKILL, at moments that the file's growth gives; only times may differ."""
+    options = [
+        "--prompts",
+        str(models / "qa.jsonl"),
+        "--max-new-tokens",
+        "30",
+        "--tree",
+        "4/2/2",
+        "--output",
+        "answers",
+    ]
+    words = ["bench", str(models / "target"), str(models / "first"), "--device", "cpu", *options]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    lines = []
+    for least in (3, 8, 14):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "eagle3_hf.cli", *words],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while process.poll() is None and len(_lines(tmp_path / "answers")) < least:
+            time.sleep(0.01)
+        process.kill()
+        assert process.wait() != 0, "it was too quick to be killed"
+        lines.append(len(_lines(tmp_path / "answers")))
+    assert lines == sorted(lines)
+    assert call(*options, "--json", "resumed.json") == 0
+    options[-1] = "whole"
+    assert call(*options, "--json", "whole.json") == 0
+    resumed, whole = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("resumed", "whole"))
+    assert resumed["cells"] == {"measured": 4, "all": 4}
+    for name in ("tokens", "answers", "conversations", "texts", "tau"):
+        assert [each[name] for each in resumed["figures"] if each["column"] != "prompt lookup"] == [
+            each[name] for each in whole["figures"] if each["column"] != "prompt lookup"
+        ]
+    counted = [
+        (each["column"], each["turn"], each["tokens"], each["tau"], each["per_depth"]) for each in whole["calls"]
+    ]
+    assert counted == [
+        (each["column"], each["turn"], each["tokens"], each["tau"], each["per_depth"]) for each in resumed["calls"]
+    ]
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
 
 
 def test_results_as_files(call, models, capsys, tmp_path):
