@@ -109,9 +109,10 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from ..evaluation.bench import Benchmark, benchmark_columns, number_of_questions
+    from ..evaluation.bench import benchmark_columns, number_of_questions
     from ..evaluation.columns import column_fields, parse_tree
     from ..evaluation.prompts import load_questions
+    from ..evaluation.runs import Benchmark
 
     for tree in arguments.tree:
         parse_tree(tree)

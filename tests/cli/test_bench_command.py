@@ -14,7 +14,7 @@ import torch
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.cli import main
-from eagle3_hf.evaluation import bench as room
+from eagle3_hf.evaluation import runs
 from support.chats import chat_tokenizer, tiny_target
 
 
@@ -57,7 +57,7 @@ def test_two_arguments(call, capsys, tmp_path):
 
 def test_ctrl_c_prints_what_there_is_and_the_same_command_resumes(call, models, capsys, monkeypatch, tmp_path):
     options = ["--prompts", models / "qa.jsonl", "--max-new-tokens", 5, "--no-prompt-lookup", "--tree", "2/2/1"]
-    calls, measure = [], room.measure
+    calls, measure = [], runs.measure
 
     def interrupted(*args, **kwargs):
         calls.append(args[2].name)
@@ -65,21 +65,21 @@ def test_ctrl_c_prints_what_there_is_and_the_same_command_resumes(call, models, 
             raise KeyboardInterrupt
         return measure(*args, **kwargs)
 
-    monkeypatch.setattr(room, "measure", interrupted)
+    monkeypatch.setattr(runs, "measure", interrupted)
     assert call(*options) == 130
     told = capsys.readouterr()
     assert "measured so far: 1 of 4 turns" in told.out
     assert "| head 2/2/1 " in told.out
     assert "interrupted; the same command resumes from what was saved:\neagle3-hf bench " in told.err
-    monkeypatch.setattr(room, "measure", measure)
+    monkeypatch.setattr(runs, "measure", measure)
     assert call(*options) == 0
     out = capsys.readouterr().out
     assert "4 turns, of which 1 have been measured; answers are kept in bench/target-first-" in out
     assert "measured so far" not in out
-    monkeypatch.setattr(room, "measure", None)
+    monkeypatch.setattr(runs, "measure", None)
     assert call(*options) == 0
     assert "these are the results of that run; --restart measures again" in capsys.readouterr().out
-    monkeypatch.setattr(room, "measure", measure)
+    monkeypatch.setattr(runs, "measure", measure)
     (file,) = (tmp_path / "bench").iterdir()
     before = file.stat().st_mtime_ns
     assert call(*options, "--restart") == 0

@@ -32,6 +32,6 @@ def head(target):
 @pytest.fixture
 def pretended(monkeypatch):
     made = Pretended()
-    monkeypatch.setattr("eagle3_hf.evaluation.bench.measure", made)
-    monkeypatch.setattr("eagle3_hf.evaluation.bench.text_differences", lambda *args, **kwargs: [])
+    monkeypatch.setattr("eagle3_hf.evaluation.runs.measure", made)
+    monkeypatch.setattr("eagle3_hf.evaluation.runs.text_differences", lambda *args, **kwargs: [])
     return made

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from eagle3_hf import Eagle3DraftModel, bench
-from eagle3_hf.evaluation.bench import Benchmark, benchmark_columns
+from eagle3_hf.evaluation.bench import benchmark_columns
 from eagle3_hf.evaluation.cells import Setting, batches, plan
 from eagle3_hf.evaluation.columns import Column
 from eagle3_hf.evaluation.prompts import Question
+from eagle3_hf.evaluation.runs import Benchmark
 from support.benchmarks import QUESTIONS
 
 

@@ -9,8 +9,9 @@ from html.parser import HTMLParser
 import pytest
 
 from eagle3_hf import Eagle3DraftModel
-from eagle3_hf.evaluation.bench import Benchmark, benchmark_columns
+from eagle3_hf.evaluation.bench import benchmark_columns
 from eagle3_hf.evaluation.differences import TextDifference
+from eagle3_hf.evaluation.runs import Benchmark
 from support.benchmarks import QUESTIONS, Pretended
 
 
@@ -58,8 +59,8 @@ def result(target, tokenizer, tmp_path_factory):
     columns = benchmark_columns(heads, ["4/2/2", "3/3/1"], ["<odd> $x$:tree=4/2/2"])
     path = tmp_path_factory.mktemp("page") / "a"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle3_hf.evaluation.bench.measure", Pretended())
-        patch.setattr("eagle3_hf.evaluation.bench.text_differences", lambda *args, **kwargs: [odd])
+        patch.setattr("eagle3_hf.evaluation.runs.measure", Pretended())
+        patch.setattr("eagle3_hf.evaluation.runs.text_differences", lambda *args, **kwargs: [odd])
         run = Benchmark(target, heads, tokenizer, QUESTIONS, columns, path, temperatures=[0, 1], max_new_tokens=[20])
         return run.run(progress=False)
 
