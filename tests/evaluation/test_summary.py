@@ -97,6 +97,17 @@ def test_rates_and_speedups():
     assert result.ratio("chain", "head").value == pytest.approx((5 / 2) / (20 / 1))
 
 
+def test_a_turn_that_only_one_of_two_columns_has_answered_is_not_compared():
+    """As in the turn in which a run was interrupted."""
+    measured = cells()
+    alone = cell("y", "c", 0, {"head": drafted([0], 2, 50.0)}, None)
+    without = MeasuredCell(measured[2].cell, {"plain": measured[2].answers["plain"]}, None)
+    assert summary([*measured, alone]).of("head").seconds == 7.0
+    fewer = summary([*measured[:2], without])
+    assert fewer.of("head").speedup.value == pytest.approx((30 / 3) / 5)
+    assert fewer.of("plain").conversations == 2
+
+
 def test_of_prompt_lookup_the_better_setting_is_reported():
     found = summary().of("prompt lookup")
     assert found.chosen == "prompt lookup 4"
