@@ -9,8 +9,9 @@ In a batch one forward pass verifies a tree for each sequence, and counts as one
 finished. So tau is the gain of one sequence, and batches of different sizes can be compared.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 
@@ -39,8 +40,9 @@ class SpeculationStats:
         levels: Levels that the head has grown, one forward of the head each.
         plain_rounds: Rounds in which nothing was drafted.
         headless_rounds: Rounds without the head, because it did not pay, or no level was left.
+        prefill_seconds: Wall time of the target's pass over the prompt.
         draft_seconds: Wall time in the draft.
-        verify_seconds: Wall time in the target.
+        verify_seconds: Wall time in the target, after the prefill.
         other_seconds: Wall time elsewhere.
     """
 
@@ -56,6 +58,7 @@ class SpeculationStats:
     levels: int = 0
     plain_rounds: int = 0
     headless_rounds: int = 0
+    prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
@@ -85,6 +88,19 @@ class SpeculationStats:
             self.reached[level] += 1
         for level in range(accepted):
             self.accepted[level] += 1
+
+    @classmethod
+    def total(cls, parts: Iterable["SpeculationStats"]) -> "SpeculationStats":
+        """Return the counters of several calls as those of one."""
+        listed = list(parts)
+        sums: dict[str, Any] = {}
+        for each in fields(cls):
+            values = [getattr(part, each.name) for part in listed]
+            if each.name in ("reached", "accepted"):
+                sums[each.name] = [sum(at_depth) for at_depth in zip_longest(*values, fillvalue=0)]
+            else:
+                sums[each.name] = sum(values)
+        return cls(**sums)
 
     @property
     def tau(self) -> float:
@@ -126,6 +142,7 @@ class SpeculationStats:
             "levels": self.levels,
             "plain_rounds": self.plain_rounds,
             "headless_rounds": self.headless_rounds,
+            "prefill_seconds": self.prefill_seconds,
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
             "other_seconds": self.other_seconds,

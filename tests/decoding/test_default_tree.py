@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eagle3_hf import Eagle3DraftModel
+from eagle3_hf.evaluation.columns import Column, parse_tree, tree_in_words
 from eagle3_hf.model.tree_settings import TreeSettings, tree_settings
 from support.drafts import NEW_TOKENS, new_draft, set_tree, target_of
 from support.families import prompt
@@ -110,3 +111,13 @@ def test_published_heads_have_no_settings_and_saved_ones_keep_theirs(target, els
     head.generation_config.assistant_lookup = False
     head.save_pretrained(tmp_path / "off")
     assert tree_settings(Eagle3DraftModel.from_pretrained(tmp_path / "off"), target) == TreeSettings(59, 8, 10)
+
+
+def test_a_report_tells_a_default_from_a_setting(target):
+    heads = {"head": new_draft(target)}
+    column = Column("head", "head")
+    assert tree_in_words(column, heads, target) == ("auto/8/4 (the default on cpu)", False)
+    assert tree_in_words(Column("wide", "head", parse_tree("15/4/4")), heads, target) == ("15/4/4", False)
+    assert tree_in_words(Column("chain", "head", parse_tree("5/5/1")), heads, target) == ("5/5/1", True)
+    assert tree_in_words(Column("auto", "head", parse_tree("auto/4/4")), heads, target) == ("auto/4/4", False)
+    assert tree_in_words(column, heads, target) == ("auto/8/4 (the default on cpu)", False)
