@@ -7,6 +7,7 @@ nodes of the whole pool. Scores are float32 and every increment is at most 0, so
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -78,9 +79,18 @@ class CoupledRanking:
         return torch.stack([noise[index] for index, noise in enumerate(coming)])
 
 
+class CandidatePool(NamedTuple):
+    """All candidates of a round, level by level, as [`select`] takes them: (B, M) each."""
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    scores: torch.Tensor
+    log_probs: torch.Tensor
+
+
 @dataclass
 class _Pool:
-    """All candidates of the growing tree, level by level: (B, M) each."""
+    """The candidates of the growing tree, level by level: (B, M) each."""
 
     tokens: list[torch.Tensor]
     parents: list[torch.Tensor]
@@ -94,6 +104,10 @@ class _Pool:
         self.scores.append(scores)
         self.log_probs.append(log_probs)
         self.size += tokens.shape[1]
+
+    def joined(self) -> CandidatePool:
+        parts = (self.tokens, self.parents, self.scores, self.log_probs)
+        return CandidatePool(*(torch.cat(part, 1) for part in parts))
 
 
 @dataclass
@@ -141,6 +155,13 @@ class TreeGrower:
             position: Position of all nodes of the first level, (B, 1) if sequences differ.
             settings: The size of the trees, capped to what can be used.
         """
+        pool = self.grow_pool(hidden, cache, position, settings)
+        return select(*pool, root_tokens, settings.num_nodes, self.pad_token_id)
+
+    def grow_pool(
+        self, hidden: torch.Tensor, cache: DraftCache, position: int | torch.Tensor, settings: TreeSettings
+    ) -> CandidatePool:
+        """Return all candidates below the roots, of which `grow` keeps the best; see there for the arguments."""
         children = min(settings.top_k, self.draft.config.draft_vocab_size)
         pool = _Pool([], [], [], [])
         frontier = self._first_level(hidden, children, pool)
@@ -148,15 +169,7 @@ class TreeGrower:
             output = self._pass(frontier, cache, position + level - 1)
             frontier = self._next_level(frontier, output, level, children, pool)
         cache.rollback()
-        return select(
-            torch.cat(pool.tokens, 1),
-            torch.cat(pool.parents, 1),
-            torch.cat(pool.scores, 1),
-            torch.cat(pool.log_probs, 1),
-            root_tokens,
-            settings.num_nodes,
-            self.pad_token_id,
-        )
+        return pool.joined()
 
     def _best_children(self, hidden: torch.Tensor, level: int, children: int):
         """Return tokens, increments and draft log-probabilities (B, R, children) of the nodes' best children.

@@ -1,0 +1,215 @@
+"""Recording: for texts of the target, the pool that a draft head has at every position.
+
+A policy of trees decides at which positions rounds begin, so that the rounds of one run are not enough to evaluate
+another policy. So a text is generated without the head first. The target then runs over it once, and the head is fed
+as in decoding, one position after the other. At each position it grows the pool of a round that would begin there.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import LogitsProcessorList
+
+from ..decoding.coupling import Noise
+from ..decoding.draft.candidate import Eagle3Candidate
+from ..decoding.draft.growth import CandidatePool
+from ..decoding.draft.inputs import DraftInputs
+from ..decoding.output.processors import prefix_free_warpers
+from ..model.features import FeatureReader
+from ..model.tree_settings import TreeSettings
+from .bench import encode
+from .pools import GrownPool, Pool
+from .record import Header, RecordedText, RecordWriter
+
+
+_STEPS_BEHIND = 32  # steps behind the end of a text whose noise is kept, for trees that reach beyond it
+
+
+def record_tasks(
+    target,
+    draft,
+    tokenizer,
+    tasks: Mapping[str, Sequence[str]],
+    path: str | os.PathLike,
+    pool_depth: int = 8,
+    pool_top_k: int = 10,
+    names: tuple[str, str] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> None:
+    """Generate an answer to each question, and write a record of all of them.
+
+    Args:
+        target: The target model.
+        draft: The draft head.
+        tokenizer: The target's tokenizer.
+        tasks: The questions of each task (see `load_tasks`).
+        path: Where the record is written.
+        pool_depth: The number of levels of the largest tree that can be replayed.
+        pool_top_k: The number of children of each expanded node in it.
+        names: Names of target and head in the header; `None` for where they were loaded from.
+        seed: Seed of the first answer; each further one has the next.
+        options: Arguments of `generate`, among them `max_new_tokens`.
+    """
+    recorder = TextRecorder(target, draft, pool_depth, pool_top_k, **options)
+    jobs = [(name, question) for name, asked in tasks.items() for question in asked]
+    with RecordWriter(path, recorder.header(names)) as writer:
+        for number, (name, question) in enumerate(tqdm(jobs, desc="Recording", unit="question")):
+            inputs = encode(tokenizer, question, target.device)
+            writer.add(recorder.record(inputs["input_ids"], name, seed + number), seed + number)
+
+
+class TextRecorder:
+    """Records texts of one target with one head.
+
+    Args:
+        target: The target model.
+        draft: The draft head.
+        pool_depth: Levels of the pools.
+        pool_top_k: Children of each expanded node.
+        options: Arguments of `generate`, among them `max_new_tokens`.
+    """
+
+    def __init__(self, target, draft, pool_depth: int = 8, pool_top_k: int = 10, **options: Any):
+        self.target = target
+        self.draft = draft
+        self.options = {"do_sample": False, **options}
+        self.settings = TreeSettings(pool_top_k + (pool_depth - 1) * pool_top_k**2, pool_depth, pool_top_k)
+        self._children = min(pool_top_k, draft.config.draft_vocab_size)
+        coupled = getattr(draft.generation_config, "assistant_coupled_sampling", True)
+        self._is_coupled = bool(self.options["do_sample"] and coupled)
+        if not isinstance(self.options.get("max_new_tokens"), int):
+            raise ValueError("a record needs max_new_tokens, the greatest length of a text")
+
+    def header(self, names: tuple[str, str] | None = None) -> Header:
+        """Return the header of a record without texts."""
+        target, draft = self.target, self.draft
+        versions = {name: version(name) for name in ("eagle3-hf", "transformers", "torch")}
+        options = {name: value for name, value in self.options.items() if name != "max_new_tokens"}
+        return Header(
+            *(names or (target.name_or_path, draft.name_or_path)),
+            self.settings.depth,
+            self._children,
+            self.options["max_new_tokens"],
+            options if self.options["do_sample"] else {},
+            draft.config.draft_vocab_size,
+            self._is_coupled,
+            {**versions, "dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type},
+        )
+
+    @torch.no_grad()
+    def record(self, input_ids: torch.Tensor, task: str = "", seed: int = 0) -> RecordedText:
+        """Return a text behind one prompt, with its pools. The default generator is moved as `generate` moves it.
+
+        Args:
+            input_ids: (1, P) the prompt, without padding.
+            task: Name of the task.
+            seed: Seed of the text.
+        """
+        if len(input_ids) != 1:
+            raise ValueError(f"expected one prompt, of shape (1, P), got {tuple(input_ids.shape)}")
+        torch.manual_seed(seed)
+        ids, warpers = self._generate(input_ids)
+        length = input_ids.shape[1]
+        features, vocab_size = self._features(ids)
+        text = ids[0, length:].tolist()
+        noise, known, log_noise = None, None, None
+        if self._is_coupled:
+            torch.manual_seed(seed)
+            noise = Noise(1, vocab_size, ids.device)
+            known = torch.unique(ids)
+            steps = min(self.options["max_new_tokens"], len(text) + _STEPS_BEHIND)
+            log_noise = torch.stack([drawn[0, known] for drawn in noise.peek_at(range(steps))]).log().cpu().numpy()
+        return RecordedText.of_pools(
+            task,
+            input_ids[0].tolist(),
+            text,
+            self.options["max_new_tokens"],
+            self._pools(ids, length, features, warpers, noise),
+            None if known is None else known.cpu().numpy(),
+            log_noise,
+        )
+
+    def _generate(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, list]:
+        """Return (1, P + T) prompt and text, and the warpers that decoding would apply to the draft's logits."""
+        seen: list[LogitsProcessorList] = []
+
+        def plain_decoding(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+            seen.append(logits_processor)
+            return model._sample(
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                **kwargs,
+            )
+
+        mask = torch.ones_like(input_ids)
+        ids = self.target.generate(input_ids, attention_mask=mask, custom_generate=plain_decoding, **self.options)
+        return ids, list(prefix_free_warpers(seen[0]))
+
+    def _features(self, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the features (1, P + T - 1, A * Ht) before the last token, and the size of the logits."""
+        keep = {"logits_to_keep": 1} if self.target._supports_logits_to_keep() else {}
+        with FeatureReader(self.target, self.draft.config.captured_layer_ids) as reader:
+            logits = self.target(ids[:, :-1], use_cache=False, **keep).logits
+            return reader.take(), logits.shape[-1]
+
+    def _pools(
+        self, ids: torch.Tensor, prompt_length: int, features: torch.Tensor, warpers: Sequence, noise: Noise | None
+    ) -> list[Pool]:
+        """Return the pool of each position of the text from 1 on."""
+        candidate = Eagle3Candidate(self.target, self.draft, self.settings, noise, warpers, coupled=self._is_coupled)
+        pools = []
+        fed = 0
+        for end in range(prompt_length, ids.shape[1] - 1):
+            step = end - prompt_length + 1
+            inputs = DraftInputs(features[:, fed:end], ids[:, fed + 1 : end + 1])
+            fed = end
+            grown = self._grown(candidate.draft_pool(self.settings, inputs, [step]), step, noise)
+            for top_k in grown.widths_missing(self.settings.depth, self._children):
+                narrow = replace(self.settings, top_k=top_k)
+                grown = grown.merged(self._grown(candidate.draft_pool(narrow, leads=[step]), step, noise))
+            pools.append(grown.sorted())
+        return pools
+
+    def _grown(self, pool: CandidatePool, step: int, noise: Noise | None) -> GrownPool:
+        """Return a pool on the host.
+
+        Args:
+            pool: The pool of a round whose root was chosen at the step before `step`.
+            step: The step that chooses among the children of the root.
+            noise: The noise of the text.
+        """
+        table = torch.stack([pool.tokens[0], pool.parents[0]]).cpu().numpy()
+        scores, log_probs = torch.stack([pool.scores[0], pool.log_probs[0]]).cpu().numpy()
+        tokens, parents = table
+        above, first, counts = np.unique(parents, return_index=True, return_counts=True)
+        widths = np.zeros(len(tokens) + 1, dtype=np.int64)  # the first is the root's
+        widths[above + 1] = counts
+        grown = GrownPool(tokens, parents, np.nan_to_num(scores, nan=-np.inf, neginf=-np.inf), widths[1:])
+        if noise is None:
+            return grown
+        # Of a node's best child: log q - log e - log Z is the increment, and log q that of the log-probability.
+        depths = grown.depths[first]
+        drawn = noise.peek_at([step + level for level in range(int(depths.max()))])
+        log_noise = np.array(
+            [float(drawn[depth - 1][0, tokens[child]].log()) for depth, child in zip(depths, first, strict=True)]
+        )
+        with np.errstate(invalid="ignore"):
+            own = _above(log_probs, parents)[first]
+            increments = _above(scores, parents)[first]
+        log_z = np.full(len(tokens) + 1, np.nan, dtype=np.float32)
+        log_z[above + 1] = own - log_noise - increments
+        return replace(grown, log_z=log_z)
+
+
+def _above(sums: np.ndarray, parents: np.ndarray) -> np.ndarray:
+    """Return by how much the sum of each node differs from its parent's."""
+    return sums - np.where(parents < 0, np.float32(0), sums[parents])
