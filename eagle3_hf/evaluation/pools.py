@@ -1,17 +1,15 @@
 """Pools of candidates on the host, sorted by score, so that the tree of N nodes consists of the first N of them.
 
-A pool that was grown with many levels and children can be reduced to the one that fewer would have grown, since a
-node's candidates depend on its path alone. Growing with k children expands the best k nodes of a level *among the best
-k children of each node that it has expanded before*. These need not be among those that a wider growth has expanded
-(six nodes behind the best four may have more than ten good children together), so `GrownPool.widths_missing` says for
-which k a pool lacks something, and `merged` adds what another growth has found.
+A pool that was grown with many levels and children can be reduced to the one that fewer would have grown, since the
+candidates below a node depend on its path alone. What fewer would have expanded must have been expanded too: see
+[`EveryWidth`].
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from ..decoding.tree import HostTree
 
@@ -41,7 +39,7 @@ class Pool:
     @cached_property
     def depths(self) -> np.ndarray:
         """(M,) level of each node; 1 for the children of the root."""
-        return _depths(self.parents)
+        return depths_of(self.parents)
 
     @cached_property
     def scores(self) -> np.ndarray:
@@ -78,26 +76,19 @@ class Pool:
     def reduced(self, depth: int, top_k: int) -> "Pool":
         """Return the pool that growing with `depth` levels and `top_k` children would have given."""
         kept = np.zeros(len(self), dtype=bool)
-        for candidates, _ in self.levels(depth, top_k):
-            kept[candidates] = True
+        expanded = np.zeros(len(self) + 1, dtype=bool)
+        expanded[-1] = True  # the root
+        for level in range(1, depth + 1):
+            among = (self.depths == level) & (self.sibling_ranks < top_k) & expanded[self.parents]
+            kept |= among
+            expanded[:] = False
+            expanded[np.flatnonzero(among)[:top_k]] = True
         return self._only(kept)
 
     def tree(self, root: int, num_nodes: int) -> HostTree:
         """Return the tree of the best `num_nodes` nodes below the token `root`."""
         parents = (self.parents[:num_nodes].astype(np.int64) + 1).tolist()
         return HostTree([root, *self.tokens[:num_nodes].tolist()], [-1, *parents])
-
-    def levels(self, depth: int, top_k: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield each level's candidates, best first, and the `top_k` of them that the next level expands."""
-        is_expanded = np.zeros(len(self) + 1, dtype=bool)
-        is_expanded[-1] = True  # the root
-        for level in range(1, depth + 1):
-            among = (self.depths == level) & (self.sibling_ranks < top_k) & is_expanded[self.parents]
-            candidates = np.flatnonzero(among)
-            expanded = candidates[self.has_children[candidates]][:top_k]
-            is_expanded[:] = False
-            is_expanded[expanded] = True
-            yield candidates, expanded
 
     def _only(self, kept: np.ndarray) -> "Pool":
         """Return the pool of some nodes, among which is the parent of each."""
@@ -112,96 +103,57 @@ class Pool:
         return Pool(pool.tokens, parents, pool.increments, self.log_z[np.r_[True, still[self.has_children]]])
 
 
-@dataclass(frozen=True, eq=False)
-class GrownPool:
-    """A pool as it was grown, level by level, in full precision: (M,) each.
+class EveryWidth:
+    """Chooses what to expand so that a pool can be reduced to every smaller number of children, for one growth.
+
+    Growing with k children expands the best k nodes of a level among the best k children of each node that it has
+    expanded before. These need not be among those that a wider growth expands: the best four nodes of a level may have
+    few good children, and six nodes behind them many. So what is expanded is the union over all k.
 
     Args:
-        tokens, parents, scores: See [`Pool`]; parents come before their children.
-        widths: With how many children each node was expanded, 0 for none.
-        log_z: See [`Pool`], for each node: NaN where it has no children. Its first entry belongs to the root, so it
-            has M + 1 entries. `None` without coupled sampling.
+        top_k: The greatest number of children.
     """
 
-    tokens: np.ndarray
-    parents: np.ndarray
-    scores: np.ndarray
-    widths: np.ndarray
-    log_z: np.ndarray | None = None
+    def __init__(self, top_k: int):
+        self._widths = range(1, top_k + 1)
+        # For each k, which nodes of the level above a growth with k children expands; it begins with the root's.
+        self._expanded = [np.arange(top_k) < k for k in self._widths]
 
-    @cached_property
-    def depths(self) -> np.ndarray:
-        """(M,) level of each node; 1 for the children of the root."""
-        return _depths(self.parents)
-
-    def merged(self, other: "GrownPool") -> "GrownPool":
-        """Return this pool with the nodes that only the other one has."""
-        known = {pair: node for node, pair in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))}
-        place = {-1: -1}
-        tokens, parents, scores = self.tokens.tolist(), self.parents.tolist(), self.scores.tolist()
-        widths = self.widths.tolist()
-        log_z = None if self.log_z is None else self.log_z.tolist()
-        for node, (token, parent) in enumerate(zip(other.tokens.tolist(), other.parents.tolist(), strict=True)):
-            pair = place[parent], token
-            if pair not in known:
-                known[pair] = len(tokens)
-                tokens.append(token)
-                parents.append(pair[0])
-                # Rounding differs between two growths: a child must not rank before its parent.
-                score = float(other.scores[node])
-                scores.append(min(score, scores[pair[0]]) if pair[0] >= 0 else score)
-                widths.append(0)
-                if log_z is not None:
-                    log_z.append(float("nan"))
-            own = place[node] = known[pair]
-            if other.widths[node] > widths[own]:
-                if log_z is not None and other.log_z is not None and widths[own] == 0:
-                    log_z[own + 1] = float(other.log_z[node + 1])
-                widths[own] = int(other.widths[node])
-        return GrownPool(
-            np.array(tokens),
-            np.array(parents),
-            np.array(scores, dtype=np.float32),
-            np.array(widths),
-            None if log_z is None else np.array(log_z, dtype=np.float32),
-        )
-
-    def sorted(self) -> Pool:
-        """Return the pool with its finite nodes, best first."""
-        order = self._order
-        place = np.full(len(self.tokens) + 1, -1)
-        place[order] = np.arange(len(order))
-        above = np.where(self.parents < 0, np.float32(0), self.scores[self.parents])
-        pool = Pool(self.tokens[order], place[self.parents[order]], self.scores[order] - above[order])
-        if self.log_z is None:
-            return pool
-        return replace(pool, log_z=np.r_[self.log_z[0], self.log_z[1:][order][pool.has_children]])
-
-    def widths_missing(self, depth: int, top_k: int) -> list[int]:
-        """Return the numbers of children below `top_k` to which the pool cannot be reduced yet.
-
-        Args:
-            depth: Number of levels with which it was grown.
-            top_k: Number of children.
-        """
-        pool, widths, scores = self.sorted(), self.widths[self._order], self.scores[self._order]
-
-        def reduces_to(k: int) -> bool:
-            for candidates, expanded in pool.levels(depth - 1, k):
-                # Of nodes with equal scores a growth may have expanded any.
-                if not np.array_equal(scores[candidates[:k]], scores[expanded]) or (widths[expanded] < k).any():
-                    return False
-            return True
-
-        return [k for k in range(1, top_k) if not reduces_to(k)]
-
-    @cached_property
-    def _order(self) -> np.ndarray:
-        order = np.argsort(-self.scores, kind="stable")
-        return order[np.isfinite(self.scores[order])]
+    def __call__(self, scores: torch.Tensor, children: int) -> torch.Tensor:
+        """Return the nodes (1, R) to expand, best first; the arguments are those of `growth.Expansion`."""
+        table = scores[0].cpu().numpy()
+        among = table.reshape(-1, children)
+        best = []
+        for k, above in zip(self._widths, self._expanded, strict=True):
+            restricted = np.flatnonzero(above[:, None] & (np.arange(children) < k) & np.isfinite(among))
+            best.append(restricted[np.argsort(-table[restricted], kind="stable")][:k])
+        chosen = np.unique(np.concatenate(best))
+        chosen = chosen[np.argsort(-table[chosen], kind="stable")]
+        self._expanded = [np.isin(chosen, own) for own in best]
+        return torch.as_tensor(chosen, device=scores.device)[None]
 
 
-def _depths(parents: np.ndarray) -> np.ndarray:
+def sorted_pool(tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, log_z: np.ndarray | None = None) -> Pool:
+    """Return a pool as it was grown, level by level, with its finite nodes, best first.
+
+    Args:
+        tokens, parents: (M,) See [`Pool`].
+        scores: (M,) float32. No score exceeds its parent's.
+        log_z: (M + 1,) that of the root and of each node, anything for nodes without children; or `None`.
+    """
+    order = np.argsort(-scores, kind="stable")
+    order = order[np.isfinite(scores[order])]
+    place = np.full(len(tokens) + 1, -1)  # the last entry is the root's
+    place[order] = np.arange(len(order))
+    above = np.where(parents < 0, np.float32(0), scores[parents])
+    pool = Pool(tokens[order], place[parents[order]], scores[order] - above[order])
+    if log_z is None:
+        return pool
+    return replace(pool, log_z=np.r_[log_z[0], log_z[1:][order][pool.has_children]])
+
+
+def depths_of(parents: np.ndarray) -> np.ndarray:
+    """Return (M,) the level of each node; 1 for the children of the root. Parents may be in any place."""
     depths = np.where(parents < 0, 1, 0)
     level = 1
     while (depths == level).any():

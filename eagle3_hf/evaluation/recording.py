@@ -7,7 +7,6 @@ as in decoding, one position after the other. At each position it grows the pool
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..decoding.output.processors import prefix_free_warpers
 from ..model.features import FeatureReader
 from ..model.tree_settings import TreeSettings
 from .bench import encode
-from .pools import GrownPool, Pool
+from .pools import EveryWidth, Pool, depths_of, sorted_pool
 from .record import Header, RecordedText, RecordWriter
 
 
@@ -172,44 +171,46 @@ class TextRecorder:
             step = end - prompt_length + 1
             inputs = DraftInputs(features[:, fed:end], ids[:, fed + 1 : end + 1])
             fed = end
-            grown = self._grown(candidate.draft_pool(self.settings, inputs, [step]), step, noise)
-            for top_k in grown.widths_missing(self.settings.depth, self._children):
-                narrow = replace(self.settings, top_k=top_k)
-                grown = grown.merged(self._grown(candidate.draft_pool(narrow, leads=[step]), step, noise))
-            pools.append(grown.sorted())
+            pool = candidate.draft_pool(inputs, self.settings, [step], EveryWidth(self._children))
+            pools.append(_on_host(pool, step, noise))
         return pools
 
-    def _grown(self, pool: CandidatePool, step: int, noise: Noise | None) -> GrownPool:
-        """Return a pool on the host.
 
-        Args:
-            pool: The pool of a round whose root was chosen at the step before `step`.
-            step: The step that chooses among the children of the root.
-            noise: The noise of the text.
-        """
-        table = torch.stack([pool.tokens[0], pool.parents[0]]).cpu().numpy()
-        scores, log_probs = torch.stack([pool.scores[0], pool.log_probs[0]]).cpu().numpy()
-        tokens, parents = table
-        above, first, counts = np.unique(parents, return_index=True, return_counts=True)
-        widths = np.zeros(len(tokens) + 1, dtype=np.int64)  # the first is the root's
-        widths[above + 1] = counts
-        grown = GrownPool(tokens, parents, np.nan_to_num(scores, nan=-np.inf, neginf=-np.inf), widths[1:])
-        if noise is None:
-            return grown
-        # Of a node's best child: log q - log e - log Z is the increment, and log q that of the log-probability.
-        depths = grown.depths[first]
-        drawn = noise.peek_at([step + level for level in range(int(depths.max()))])
-        log_noise = np.array(
-            [float(drawn[depth - 1][0, tokens[child]].log()) for depth, child in zip(depths, first, strict=True)]
-        )
-        with np.errstate(invalid="ignore"):
-            own = _above(log_probs, parents)[first]
-            increments = _above(scores, parents)[first]
-        log_z = np.full(len(tokens) + 1, np.nan, dtype=np.float32)
-        log_z[above + 1] = own - log_noise - increments
-        return replace(grown, log_z=log_z)
+def _on_host(pool: CandidatePool, step: int, noise: Noise | None) -> Pool:
+    """Return a pool on the host, best first.
+
+    Args:
+        pool: The pool of one sequence.
+        step: The step that chooses among the children of the root.
+        noise: The noise by which the pool is ranked, or `None`.
+    """
+    tokens, parents = torch.stack([pool.tokens[0], pool.parents[0]]).cpu().numpy()
+    scores, log_probs = torch.stack([pool.scores[0], pool.log_probs[0]]).cpu().numpy()
+    scores = np.nan_to_num(scores, nan=-np.inf, neginf=-np.inf)
+    return sorted_pool(
+        tokens, parents, scores, None if noise is None else _log_z(tokens, parents, scores, log_probs, step, noise)
+    )
 
 
-def _above(sums: np.ndarray, parents: np.ndarray) -> np.ndarray:
+def _log_z(
+    tokens: np.ndarray, parents: np.ndarray, scores: np.ndarray, log_probs: np.ndarray, step: int, noise: Noise
+) -> np.ndarray:
+    """Return (M + 1,) `log_z` of the root and of each node (see [`Pool`]); NaN where there are no children.
+
+    The increment of a node is `log q - log e - log Z`, and `log q` that of its log-probability, so that each node's
+    best child tells its Z.
+    """
+    above, first = np.unique(parents, return_index=True)
+    depths = depths_of(parents)[first]
+    drawn = noise.peek_at([step + level for level in range(int(depths.max()))])
+    log_noise = torch.stack([drawn[d - 1][0, token] for d, token in zip(depths, tokens[first].tolist(), strict=True)])
+    log_z = np.full(len(tokens) + 1, np.nan, dtype=np.float32)
+    with np.errstate(invalid="ignore"):  # excluded candidates
+        increments = _differences(scores, parents)[first]
+        log_z[above + 1] = _differences(log_probs, parents)[first] - log_noise.log().cpu().numpy() - increments
+    return log_z
+
+
+def _differences(sums: np.ndarray, parents: np.ndarray) -> np.ndarray:
     """Return by how much the sum of each node differs from its parent's."""
     return sums - np.where(parents < 0, np.float32(0), sums[parents])

@@ -66,8 +66,8 @@ class ReplayRound:
         top_k = min(top_k, header.draft_vocab_size)
         if depth > header.depth or top_k > header.top_k:
             raise RecordError(
-                f"the record has pools of {header.depth} levels and {header.top_k} children, too few for {depth} levels "
-                f"and {top_k} children: record again with more"
+                f"the record has pools of {header.depth} levels and {header.top_k} children, too few for {depth} "
+                f"levels and {top_k} children: record again with more"
             )
         if self._whole is None:
             self._whole = self._text.pool(self.position)

@@ -13,7 +13,7 @@ from ...model.tree_settings import TreeSettings, draft_window, tree_settings
 from ...utils.logging import get_logger
 from ..coupling import Noise
 from ..tree import DraftTree
-from .growth import CandidatePool, CoupledRanking, Ranking, TreeGrower, greedy_ranking
+from .growth import CandidatePool, CoupledRanking, Expansion, Ranking, TreeGrower, greedy_ranking
 from .inputs import DraftInputs
 
 
@@ -215,22 +215,26 @@ class Eagle3Candidate(CandidateGenerator):
 
     @torch.no_grad()
     def draft_pool(
-        self, settings: TreeSettings, inputs: DraftInputs | None = None, leads: list[int] | None = None
+        self,
+        inputs: DraftInputs,
+        settings: TreeSettings,
+        leads: list[int] | None = None,
+        expansion: Expansion | None = None,
     ) -> CandidatePool:
-        """Return all candidates of the next round, before the best are selected.
+        """Feed the inputs, and return all candidates of a round that begins behind them.
 
         Args:
+            inputs: The next positions. The last of their tokens is the root.
             settings: Levels and children to grow.
-            inputs: The positions to feed before, if there are any.
             leads: See `draft_tree`.
+            expansion: See [`TreeGrower.grow_pool`].
         """
-        if inputs is not None:
-            self._pending.append(inputs)
+        self._pending.append(inputs)
         self._feed_pending()
         if isinstance(self._ranking, CoupledRanking):
             self._ranking.offsets = leads
         assert self._last is not None  # something has been fed
-        return self._grower.grow_pool(self._last, self._cache, self._next, settings)
+        return self._grower.grow_pool(self._last, self._cache, self._next, settings, expansion)
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.Tensor, model_outputs=None, is_first_iteration=None, n_last_matches=None, **kwargs

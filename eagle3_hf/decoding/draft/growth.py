@@ -24,6 +24,11 @@ from ..tree import DraftTree, select
 Ranking = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
+# Chooses which candidates of a level the next one expands: from their scores (B, M), the children of each node of the
+# level above together, and the number of children, to their indices (B, R).
+Expansion = Callable[[torch.Tensor, int], torch.Tensor]
+
+
 def greedy_ranking(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rank by the draft's own probability."""
     log_probs = logits.float().log_softmax(-1)
@@ -159,15 +164,24 @@ class TreeGrower:
         return select(*pool, root_tokens, settings.num_nodes, self.pad_token_id)
 
     def grow_pool(
-        self, hidden: torch.Tensor, cache: DraftCache, position: int | torch.Tensor, settings: TreeSettings
+        self,
+        hidden: torch.Tensor,
+        cache: DraftCache,
+        position: int | torch.Tensor,
+        settings: TreeSettings,
+        expansion: Expansion | None = None,
     ) -> CandidatePool:
-        """Return all candidates below the roots, of which `grow` keeps the best; see there for the arguments."""
+        """Return all candidates below the roots, of which `grow` keeps the best; see there for the other arguments.
+
+        Args:
+            expansion: Chooses the nodes to expand; `None` for the best `top_k` of each level.
+        """
         children = min(settings.top_k, self.draft.config.draft_vocab_size)
         pool = _Pool([], [], [], [])
         frontier = self._first_level(hidden, children, pool)
         for level in range(1, settings.depth):
             output = self._pass(frontier, cache, position + level - 1)
-            frontier = self._next_level(frontier, output, level, children, pool)
+            frontier = self._next_level(frontier, output, level, children, pool, expansion)
         cache.rollback()
         return pool.joined()
 
@@ -209,23 +223,29 @@ class TreeGrower:
         return self.draft.run_layers(frontier.hidden, embeds, positions, CachedAttention(cache, visible))
 
     def _next_level(
-        self, frontier: _Frontier, output: torch.Tensor, level: int, children: int, pool: _Pool
+        self,
+        frontier: _Frontier,
+        output: torch.Tensor,
+        level: int,
+        children: int,
+        pool: _Pool,
+        expansion: Expansion | None,
     ) -> _Frontier:
-        batch, width = frontier.tokens.shape
         tokens, increments, own = self._best_children(output, level, children)
         scores = (frontier.scores[..., None] + increments).flatten(1)
         log_probs = (frontier.log_probs[..., None] + own).flatten(1)
         tokens = tokens.flatten(1)
         first = pool.size
         pool.add(tokens, frontier.pool_index.repeat_interleave(children, dim=1), scores, log_probs)
-        best, chosen = scores.topk(width, dim=1)
+        chosen = scores.topk(children, dim=1).indices if expansion is None else expansion(scores, children)
+        batch, width = chosen.shape
         parent = chosen // children
         new = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
         seen = frontier.seen.gather(1, parent[..., None].expand(-1, -1, frontier.seen.shape[2]))
         return _Frontier(
             tokens=tokens.gather(1, chosen),
             pool_index=first + chosen,
-            scores=best,
+            scores=scores.gather(1, chosen),
             log_probs=log_probs.gather(1, chosen),
             hidden=self.draft.feedback(output).gather(1, parent[..., None].expand(-1, -1, output.shape[2])),
             seen=torch.cat([seen, new], dim=-1),
