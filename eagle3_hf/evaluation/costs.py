@@ -46,8 +46,8 @@ class CostTable:
         """
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
-            fields["verify"] = {int(tokens): float(cost) for tokens, cost in fields["verify"].items()}
-            return cls(**{name: value if name == "verify" else float(value) for name, value in fields.items()})
+            verify = {int(tokens): float(cost) for tokens, cost in fields.pop("verify").items()}
+            return cls(verify=verify, **{name: float(cost) for name, cost in fields.items()})
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         except KeyError as error:

@@ -91,15 +91,17 @@ class TextRecorder:
         target, draft = self.target, self.draft
         versions = {name: version(name) for name in ("eagle3-hf", "transformers", "torch")}
         options = {name: value for name, value in self.options.items() if name != "max_new_tokens"}
+        target_name, head_name = names or (target.name_or_path, draft.name_or_path)
         return Header(
-            *(names or (target.name_or_path, draft.name_or_path)),
-            self.settings.depth,
-            self._children,
-            self.options["max_new_tokens"],
-            options if self.options["do_sample"] else {},
-            draft.config.draft_vocab_size,
-            self._is_coupled,
-            {**versions, "dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type},
+            target=target_name,
+            head=head_name,
+            depth=self.settings.depth,
+            top_k=self._children,
+            max_new_tokens=self.options["max_new_tokens"],
+            options=options if self.options["do_sample"] else {},
+            draft_vocab_size=draft.config.draft_vocab_size,
+            is_coupled=self._is_coupled,
+            versions={**versions, "dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type},
         )
 
     @torch.no_grad()
