@@ -9,8 +9,8 @@ long as launching its kernels does, they say more than a clock. They are taken w
 - A *read* makes the host wait for the device: `item` and what implies it (`int`, `bool`), `tolist`, `cpu`, copies to
   the host, and operators whose result has a size, or is a number, that the host must know (`nonzero`, `equal`, a mask
   as an index, and others in `READS`).
-- A *write* moves data of the host to the device: tensors made from Python numbers or lists, lists as indices, copies to
-  the device. It does not wait.
+- A *write* moves data of the host to the device: tensors made from Python numbers or lists, lists as indices, copies
+  to the device. It does not wait.
 
 On a CPU everything is on the host. Counted are then the calls that would be reads and writes if the model were on an
 accelerator, except for comparisons of generator states (uint8), which are on the host everywhere. Counts of different

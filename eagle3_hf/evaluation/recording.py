@@ -6,7 +6,7 @@ as in decoding, one position after the other. At each position it grows the pool
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -22,7 +22,6 @@ from ..decoding.draft.inputs import DraftInputs
 from ..decoding.output.processors import prefix_free_warpers
 from ..model.features import FeatureReader
 from ..model.tree_settings import TreeSettings
-from .bench import encode
 from .pools import EveryWidth, Pool, depths_of, sorted_pool
 from .record import Header, RecordedText, RecordWriter
 
@@ -30,38 +29,25 @@ from .record import Header, RecordedText, RecordWriter
 _STEPS_BEHIND = 32  # steps behind the end of a text whose noise is kept, for trees that reach beyond it
 
 
-def record_tasks(
-    target,
-    draft,
-    tokenizer,
-    tasks: Mapping[str, Sequence[str]],
+def write_record(
+    recorder: "TextRecorder",
+    prompts: Sequence[tuple[str, torch.Tensor]],
     path: str | os.PathLike,
-    pool_depth: int = 8,
-    pool_top_k: int = 10,
     names: tuple[str, str] | None = None,
     seed: int = 0,
-    **options: Any,
 ) -> None:
-    """Generate an answer to each question, and write a record of all of them.
+    """Generate a text behind each prompt, and write a record of all of them.
 
     Args:
-        target: The target model.
-        draft: The draft head.
-        tokenizer: The target's tokenizer.
-        tasks: The questions of each task (see `load_tasks`).
+        recorder: The recorder of target and head.
+        prompts: For each prompt, the name of its task and its ids (1, P).
         path: Where the record is written.
-        pool_depth: The number of levels of the largest tree that can be replayed.
-        pool_top_k: The number of children of each expanded node in it.
         names: Names of target and head in the header; `None` for where they were loaded from.
-        seed: Seed of the first answer; each further one has the next.
-        options: Arguments of `generate`, among them `max_new_tokens`.
+        seed: Seed of the first text; each further one has the next.
     """
-    recorder = TextRecorder(target, draft, pool_depth, pool_top_k, **options)
-    jobs = [(name, question) for name, asked in tasks.items() for question in asked]
     with RecordWriter(path, recorder.header(names)) as writer:
-        for number, (name, question) in enumerate(tqdm(jobs, desc="Recording", unit="question")):
-            inputs = encode(tokenizer, question, target.device)
-            writer.add(recorder.record(inputs["input_ids"], name, seed + number), seed + number)
+        for number, (task, ids) in enumerate(tqdm(prompts, desc="Recording", unit="text")):
+            writer.add(recorder.record(ids, task, seed + number), seed + number)
 
 
 class TextRecorder:

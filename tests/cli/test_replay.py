@@ -21,7 +21,7 @@ from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.decoding.tree import HostTree
 from eagle3_hf.evaluation.costs import COSTS, CostTable, costs_of
 from eagle3_hf.evaluation.record import Record, RecordedText, RecordError, RecordWriter
-from eagle3_hf.evaluation.recording import TextRecorder
+from eagle3_hf.evaluation.recording import TextRecorder, write_record
 from eagle3_hf.evaluation.replay import FixedTree, PlainSteps, Replay, ReplayResult, ReplayRound, markdown_table
 from eagle3_hf.model.features import FeatureReader
 from eagle3_hf.model.tree_settings import TreeSettings
@@ -366,6 +366,15 @@ def test_a_record_is_read_as_it_was_written(mode, tmp_path):
         text.pool(32)
     assert "2 texts" in record.describe()
     assert os.listdir(tmp_path) == ["record.npz"]
+
+
+def test_prompts_are_recorded_with_consecutive_seeds(tmp_path):
+    recorder, text = recorded(1, "sampled")
+    write_record(recorder, [("a", prompt_of(0)), ("b", prompt_of(1))], tmp_path / "record.npz", ("t", "h"))
+    record = Record.load(tmp_path / "record.npz")
+    assert (record.header.tasks, record.header.seeds) == (["a", "b"], [0, 1])
+    assert (record.header.target, record.header.head) == ("t", "h")
+    assert record[1].text.tolist() == text.text.tolist()
 
 
 def test_a_text_of_one_token_has_no_rounds(tmp_path):
