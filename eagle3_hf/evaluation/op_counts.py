@@ -264,7 +264,7 @@ def counts_table(target, draft, inputs: dict[str, torch.Tensor], seed: int = 0, 
     plain = plain_step(target, inputs, seed, **options)
     rounds = [counts.per_round(name) for name in ROUND_PHASES]
     rows = dict(zip(ROUND_PHASES, rounds, strict=True))
-    rows["whole round"] = tuple(sum(column) for column in zip(*rounds, strict=True))  # type: ignore[assignment]
+    rows["whole round"] = tuple(sum(column) for column in zip(*rounds, strict=True))
     rows["plain step"] = plain
     per_round = (counts.tokens - 1) / max(1, counts.rounds)
     lines = [
