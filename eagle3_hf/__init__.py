@@ -31,7 +31,9 @@ from .utils.devices import own_device
 # A decoder needs neither Trainer nor datasets: these modules are imported on first use. Type checkers do not see the
 # function `__getattr__`, so that to them a misspelt name is an error.
 if TYPE_CHECKING:
-    from .evaluation.bench import Comparison, TaskResult, compare
+    from .evaluation.bench import bench
+    from .evaluation.compare import Comparison, TaskResult, compare
+    from .evaluation.results import BenchResult
     from .export import ExportError, export_head
     from .inspection import inspect_head
     from .training.arguments import Eagle3TrainingArguments
@@ -51,7 +53,8 @@ if TYPE_CHECKING:
     from .ttt.settings import TTTSettings
 else:
     _LAZY = {
-        "Comparison": "evaluation.bench",
+        "BenchResult": "evaluation.results",
+        "Comparison": "evaluation.compare",
         "Eagle3DataCollator": "training.data.collator",
         "Eagle3Trainer": "training.trainer",
         "Eagle3TrainingArguments": "training.arguments",
@@ -63,10 +66,11 @@ else:
         "StoredFeatures": "training.targets.feature_store",
         "TTTSettings": "ttt.settings",
         "TargetWriter": "training.datagen.local_writer",
-        "TaskResult": "evaluation.bench",
+        "TaskResult": "evaluation.compare",
         "WritingSettings": "training.datagen.local_writer",
+        "bench": "evaluation.bench",
         "cached_draft_vocab": "training.data.draft_vocab",
-        "compare": "evaluation.bench",
+        "compare": "evaluation.compare",
         "dropped_chats": "training.data.encoding",
         "encode_dataset": "training.data.encoding",
         "export_head": "export",
@@ -89,6 +93,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BenchResult",
     "Comparison",
     "DraftTree",
     "Eagle3Candidate",
@@ -110,6 +115,7 @@ __all__ = [
     "TargetWriter",
     "TaskResult",
     "WritingSettings",
+    "bench",
     "cached_draft_vocab",
     "check_tokenizer",
     "compare",

@@ -9,8 +9,9 @@ In a batch one forward pass verifies a tree for each sequence, and counts as one
 finished. So tau is the gain of one sequence, and batches of different sizes can be compared.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 
@@ -30,8 +31,9 @@ class SpeculationStats:
         accepted: `accepted[d - 1]` rounds accepted a token at depth d. Where the sequences of a batch proceed in
             lock-step, a correct token counts even if a wrong one of another sequence ended the round, since this
             tells how good the head is.
+        prefill_seconds: Wall time of the target's pass over the prompt.
         draft_seconds: Wall time in the draft.
-        verify_seconds: Wall time in the target.
+        verify_seconds: Wall time in the target, after the prefill.
         other_seconds: Wall time elsewhere.
     """
 
@@ -39,6 +41,7 @@ class SpeculationStats:
     emitted: int = 0
     reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
@@ -68,6 +71,19 @@ class SpeculationStats:
             self.reached[level] += 1
         for level in range(accepted):
             self.accepted[level] += 1
+
+    @classmethod
+    def total(cls, parts: Iterable["SpeculationStats"]) -> "SpeculationStats":
+        """Return the counters of several calls as those of one."""
+        listed = list(parts)
+        sums: dict[str, Any] = {}
+        for each in fields(cls):
+            values = [getattr(part, each.name) for part in listed]
+            if each.name in ("reached", "accepted"):
+                sums[each.name] = [sum(at_depth) for at_depth in zip_longest(*values, fillvalue=0)]
+            else:
+                sums[each.name] = sum(values)
+        return cls(**sums)
 
     @property
     def tau(self) -> float:
@@ -101,6 +117,7 @@ class SpeculationStats:
             "histogram": self.histogram,
             "reached": list(self.reached),
             "accepted": list(self.accepted),
+            "prefill_seconds": self.prefill_seconds,
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
             "other_seconds": self.other_seconds,

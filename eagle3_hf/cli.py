@@ -55,6 +55,7 @@ def _places(arguments: argparse.Namespace) -> list[str]:
     """Return the arguments that may be Hub ids: models and data."""
     names = ("model", "head", "target", "data", "prompts")
     values = [getattr(arguments, name, None) for name in names]
+    values += [text.rpartition("=")[2] for text in getattr(arguments, "more_heads", ())]
     return [str(value) for value in values if value and value != "random"]
 
 

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from eagle3_hf import Eagle3DraftModel, TaskResult, check_tokenizer, compare
 from eagle3_hf.commands.errors import in_words
 from eagle3_hf.commands.placement import add_placement, load_target
-from eagle3_hf.evaluation.bench import encode
+from eagle3_hf.evaluation.compare import encode
 from eagle3_hf.utils.devices import place_in_words
 
 

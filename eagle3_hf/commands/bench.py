@@ -1,10 +1,19 @@
-"""`eagle3-hf bench`: measures speed-up and acceptance of a head, or the cost of a round."""
+"""`eagle3-hf bench`: measures how much sooner a head is, or the cost of a round."""
 
 import argparse
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
 
 from .help import Defaults
 from .placement import add_placement, load_target
-from .values import count, not_negative, path, place
+from .values import amount, check_output_folder, count, json_object, not_negative, path, place
+
+
+_FOLDER = "bench"  # of the answers, where no file is named
+_ROUND_COST_TREES = ("59/8/10", "15/4/4")
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -12,73 +21,239 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser(
         "bench",
         help="measure speed-up and acceptance of a head, or the cost of a round",
-        description="Run ordinary and assisted decoding in turn on questions; with --round-cost, measure the median "
-        "time of single rounds.",
+        description="Answer questions with ordinary decoding, prompt lookup and the head in turn, and print a table "
+        "with 95%% intervals. Answers are kept on disk as they come: Ctrl-C prints what there is, and the same "
+        "command resumes. With --round-cost, measure the median time of single rounds.",
         formatter_class=Defaults,
     )
     parser.add_argument("model", metavar="MODEL", type=place, help="target: a local folder or a Hub id")
     parser.add_argument(
         "head", metavar="HEAD", type=place, help="draft head: a local folder or a Hub id, or `random` for a new one"
     )
-    parser.add_argument(
-        "--tasks", type=path, help="folder of JSONL files of questions with `turns`, one file per task"
+    asked = parser.add_argument_group("questions")
+    asked.add_argument(
+        "--prompts",
+        type=place,
+        help="what is asked: a folder of JSONL files with `turns`, one per task; one such file; chats, in a file or "
+        "on the Hub (default: a small set of questions of nine kinds)",
     )
-    parser.add_argument("--questions", type=count, default=10, help="number of questions per task")
-    parser.add_argument("--max-new-tokens", type=count, default=128, help="length of the answers")
-    parser.add_argument(
-        "--temperature",
-        type=not_negative,
-        default=0.0,
-        help="0 for greedy decoding; otherwise both sample from the same seeds",
+    asked.add_argument(
+        "--questions",
+        type=amount,
+        help="number of questions of each task; 0 for all (default: 10, and 2 of each kind of the built-in ones)",
     )
-    parser.add_argument("--no-coupling", action="store_true", help="when sampling, draft without coupled sampling")
-    parser.add_argument(
+    asked.add_argument(
+        "--template-kwargs",
+        type=json_object,
+        help='variables for the chat template, as JSON: {"enable_thinking": false}',
+    )
+    asked.add_argument("--seed", type=amount, default=0, help="of the choice of questions, the order and sampling")
+    columns = parser.add_argument_group("what is compared, besides ordinary decoding")
+    columns.add_argument(
+        "--head",
+        dest="more_heads",
+        action="append",
+        default=[],
+        type=place,
+        metavar="[NAME=]HEAD",
+        help="another head; repeat for several",
+    )
+    columns.add_argument(
         "--tree",
         action="append",
-        help="size of the tree as nodes/depth/top_k, such as 15/4/4; repeat to compare several",
+        default=[],
+        help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto; repeat to compare several",
     )
+    columns.add_argument(
+        "--column",
+        action="append",
+        default=[],
+        metavar="NAME:FIELD=VALUE,...",
+        help="any decoding settings: fields of the head's generation config or arguments of `generate`; head=NAME "
+        "chooses the head, tree=15/4/4 a tree; repeat for several",
+    )
+    columns.add_argument("--no-prompt-lookup", action="store_true", help="leave out transformers' prompt lookup")
+    lists = parser.add_argument_group("settings, each of which may be a list")
+    lists.add_argument(
+        "--temperature",
+        type=not_negative,
+        nargs="+",
+        default=[0.0],
+        help="0 for greedy decoding; otherwise all columns sample from the same seeds (default: 0)",
+    )
+    lists.add_argument(
+        "--batch-size", type=count, nargs="+", default=[1], help="questions answered at once (default: 1)"
+    )
+    lists.add_argument(
+        "--max-new-tokens", type=count, nargs="+", default=[128], help="length of the answers (default: 128)"
+    )
+    results = parser.add_argument_group("results")
+    results.add_argument(
+        "--output",
+        type=path,
+        help=f"file in which answers are kept, and from which the same command resumes (default: a file in {_FOLDER}/ "
+        "that is named after the options)",
+    )
+    results.add_argument("--restart", action="store_true", help="remove that file first, and measure anew")
+    for name in ("json", "csv", "html"):
+        results.add_argument(f"--{name}", type=path, metavar="FILE", help=f"write the results as {name.upper()} too")
     parser.add_argument(
         "--round-cost", action="store_true", help="measure a round of each --tree against a step of ordinary decoding"
     )
     add_placement(parser)
-    parser.set_defaults(run=run, resumes=False)
+    parser.set_defaults(run=run, resumes=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from .. import Eagle3DraftModel
-    from ..evaluation import report
-    from ..evaluation.tasks import load_tasks
-    from ..utils.devices import place_in_words
+    from ..evaluation.bench import Benchmark, benchmark_columns, number_of_questions
+    from ..evaluation.columns import column_fields, parse_tree
+    from ..evaluation.prompts import load_questions
 
-    trees = [report.parse_tree(tree) for tree in arguments.tree or []]
-    if arguments.tasks is None and not arguments.round_cost:
-        raise ValueError("there is nothing to measure: name a folder of questions with --tasks, or pass --round-cost")
-    if not arguments.round_cost:
-        load_tasks(arguments.tasks, arguments.questions)  # a broken file is found before the target is loaded
+    for tree in arguments.tree:
+        parse_tree(tree)
+    for column in arguments.column:
+        column_fields(column)
+    if arguments.round_cost:
+        arguments.resumes = False
+        return _round_cost(arguments)
+    files = _check_files(arguments)
+    # Questions, names and settings are checked before the target is loaded.
+    number = number_of_questions(arguments.prompts, arguments.questions)
+    questions = load_questions(arguments.prompts, number, arguments.seed)
+    names = _names_of_heads(arguments)
     logging.disable_progress_bar()
     target = load_target(arguments)
-    if arguments.head == "random":
+    heads = {name: _load_head(where, target) for name, where in names.items()}
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    columns = benchmark_columns(heads, arguments.tree, arguments.column, not arguments.no_prompt_lookup)
+    output = arguments.output or _default_output(arguments)
+    if arguments.restart:
+        output.unlink(missing_ok=True)
+    benchmark = Benchmark(
+        target,
+        heads,
+        tokenizer,
+        questions,
+        columns,
+        output,
+        temperatures=arguments.temperature,
+        batch_sizes=arguments.batch_size,
+        max_new_tokens=arguments.max_new_tokens,
+        seed=arguments.seed,
+        template_kwargs=arguments.template_kwargs,
+    )
+    _print_start(arguments, benchmark, names, output)
+    try:
+        benchmark.run()
+    except KeyboardInterrupt:
+        _report(benchmark, files)
+        raise
+    _report(benchmark, files)
+    return 0
+
+
+def _report(benchmark: Any, files: dict[str, Path]) -> None:
+    """Print the table of what has been measured, and write the files."""
+    from ..evaluation.report import to_csv, to_markdown
+
+    result = benchmark.result()
+    if not result.figures:
+        print("nothing has been measured yet")
+        return
+    print(f"\n{to_markdown(result)}", flush=True)
+    for kind, file in files.items():
+        if kind == "json":
+            text = json.dumps(result.as_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+        elif kind == "csv":
+            text = to_csv(result)
+        else:
+            from ..evaluation.page import to_html
+
+            text = to_html(result)
+        file.write_text(text, encoding="utf-8")
+        print(f"written: {file}")
+
+
+def _print_start(arguments: argparse.Namespace, benchmark: Any, names: dict[str, str], output: Path) -> None:
+    from ..utils.devices import place_in_words
+
+    print(f"target {arguments.model} on {place_in_words(benchmark.target)}")
+    for name, where in names.items():
+        print(f"{name}: {where} on {place_in_words(benchmark.heads[name])}")
+    done = f", of which {benchmark.num_complete} have been measured" if benchmark.num_complete else ""
+    print(f"{benchmark.num_cells} turns{done}; answers are kept in {output}")
+    if done and benchmark.num_complete == benchmark.num_cells:
+        print("these are the results of that run; --restart measures again")
+
+
+def _check_files(arguments: argparse.Namespace) -> dict[str, Path]:
+    """Return the files to write by kind, after a check that they can be written."""
+    files = {name: file for name in ("json", "csv", "html") if (file := getattr(arguments, name)) is not None}
+    for file in (*files.values(), *([arguments.output] if arguments.output else [Path(_FOLDER) / "answers"])):
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder: name a file")
+        check_output_folder(file.absolute().parent)
+    for file in files.values():
+        if not file.absolute().parent.is_dir():
+            raise ValueError(f"{file}: the folder {file.parent} does not exist")
+    if "html" in files and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('--html needs matplotlib, which is missing: pip install "eagle3-hf[plot]"')
+    return files
+
+
+def _names_of_heads(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the places of all heads by name: `head` for a single one, else what is given or the folder's name."""
+    if not arguments.more_heads:
+        return {"head": arguments.head}
+    named = {Path(arguments.head).name: arguments.head}
+    for text in arguments.more_heads:
+        name, equals, where = text.rpartition("=")
+        name = name if equals else Path(text).name
+        if not name or not where:
+            raise ValueError(f"--head {text}: expected NAME=HEAD, or the folder or Hub id of a head")
+        if name in named:
+            raise ValueError(f"two heads have the name {name}: name this one, --head NAME={where}")
+        named[name] = where
+    return named
+
+
+def _load_head(where: str, target: Any) -> Any:
+    import torch
+
+    from .. import Eagle3DraftModel
+
+    if where == "random":
+        torch.manual_seed(0)  # the same head for a run that resumes
         ids = torch.randperm(target.config.get_text_config().vocab_size)[:8192].sort().values
         draft = Eagle3DraftModel.from_target(target, draft_vocab=ids, dtype=target.dtype)
         draft.init_weights()
-    else:
-        draft = Eagle3DraftModel.from_pretrained(arguments.head).to(target.device)
+        return draft
+    return Eagle3DraftModel.from_pretrained(where).to(target.device)
+
+
+def _default_output(arguments: argparse.Namespace) -> Path:
+    """Return a file that is named after the options which change the figures, so that only the same ones share it."""
+    apart = ("run", "resumes", "traceback", "command", "output", "restart", "json", "csv", "html", "round_cost")
+    options = {name: value for name, value in vars(arguments).items() if name not in apart}
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return Path(_FOLDER) / f"{Path(arguments.model).name}-{Path(arguments.head).name}-{digest}.jsonl"
+
+
+def _round_cost(arguments: argparse.Namespace) -> int:
+    from ..evaluation.columns import parse_tree
+    from ..evaluation.round_cost import round_cost
+    from ..utils.devices import place_in_words
+
+    target = load_target(arguments)
+    draft = _load_head(arguments.head, target)
     print(f"target {arguments.model} on {place_in_words(target)}; head {arguments.head} on {place_in_words(draft)}")
-    if arguments.round_cost:
-        report.print_round_cost(target, draft, trees or [(59, 8, 10), (15, 4, 4)])
-        return 0
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    options = {"do_sample": arguments.temperature > 0, "max_new_tokens": arguments.max_new_tokens}
-    if arguments.temperature > 0:
-        options |= {"temperature": arguments.temperature, "top_k": 0}
-    chosen: list[report.Tree | None] = [*trees] or [None]
-    for tree in chosen:
-        report.print_tasks(
-            target, draft, tokenizer, arguments.tasks, arguments.questions, tree, arguments.no_coupling, options
-        )
+    trees = arguments.tree or list(_ROUND_COST_TREES)
+    plain, costs = round_cost(target, draft, [parse_tree(tree) for tree in trees])
+    print(f"plain step {plain * 1e3:.1f} ms")
+    for tree, cost in zip(trees, costs, strict=True):
+        print(f"round {tree}: {cost * 1e3:.1f} ms = {cost / plain:.2f} plain steps")
     return 0

@@ -25,6 +25,8 @@ class Parser(argparse.ArgumentParser):
         super().error("; ".join([message, *hints]))
 
     def _known_spelling(self, word: str) -> str:
+        if not word.startswith("--"):
+            return word
         name, equals, value = word.partition("=")
         hyphens = "--" + name[2:].replace("_", "-")
         known = self._option_string_actions

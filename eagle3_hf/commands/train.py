@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     trainer = train_head(model, data, args, say=partial(print, flush=True))
     if trainer is not None and not data.dry_run and trainer.is_world_process_zero():
         head = _report_head(args.output_dir, adapters=bool(model.lora_r))
-        say_next("bench", model.target, head, "--tasks", "FOLDER")
+        say_next("bench", model.target, head)
     return 0
 
 

@@ -293,6 +293,7 @@ class SpeculativeDecoding:
 
     def _finish_stats(self, seconds: float) -> None:
         self.stats.emitted = self.batch.num_emitted
+        self.stats.prefill_seconds = self._prefill_seconds
         spent = seconds - self._prefill_seconds
         self.stats.other_seconds = spent - self.stats.draft_seconds - self.stats.verify_seconds
         self.draft.stats = self.stats

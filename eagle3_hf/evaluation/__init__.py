@@ -1,1 +1,1 @@
-"""Measures a head: comparison of texts (`check`), speed-up (`bench`), on questions (`tasks`), as tables (`report`)."""
+"""Measures a head: which texts it changes, how much sooner they are there, and what a round costs."""

@@ -1,180 +1,395 @@
-"""Measures the speed-up: ordinary and assisted decoding in turn on the same prompts, in one process.
+"""Measures how much sooner a head is: all columns in turn on the same questions, in one process.
 
-On a noisy machine the ratios of such pairs are reliable where single times are not. Times include the prefill. A
-task's speed-up is its tokens per second, over all questions, divided by those of ordinary decoding.
+On a noisy machine the ratio of two times that were measured next to each other is reliable where single times are not.
+So every turn of every question is a cell, in which all columns run one after the other in random order; ratios are
+formed of the sums over the same cells. Columns answer the same prompts: the answers before a turn are those of
+ordinary decoding. Times include the prefill.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import median
+import copy
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
-from ..acceptance import SpeculationStats
-from .check import Difference, first_difference
-
-
-# Where a tree (nodes, depth, top_k) is set on a head.
-TREE_FIELDS = ("num_assistant_tokens", "assistant_tree_depth", "assistant_tree_top_k")
-
-
-@dataclass
-class Run:
-    """The new tokens and the duration of one `generate` call."""
-
-    tokens: list[int]
-    seconds: float
-
-
-@dataclass
-class Comparison:
-    """The same prompt without and with a draft; `difference` is set only for greedy decoding."""
-
-    plain: Run
-    assisted: Run
-    stats: SpeculationStats
-    difference: Difference | None = None
-
-    @property
-    def equal(self) -> bool:
-        """Whether both runs gave the same ids."""
-        return self.plain.tokens == self.assisted.tokens
+from ..model.modeling_eagle3 import Eagle3DraftModel
+from ..model.vocab import check_tokenizer
+from ..utils.logging import get_logger
+from .cells import Cell, Conversation, Setting, plan
+from .columns import (
+    PLAIN,
+    Column,
+    check_names,
+    column_of,
+    head_columns,
+    lookup_columns,
+    parse_column,
+    tree_in_words,
+)
+from .differences import text_differences
+from .machine import OthersLoad, describe_machine
+from .measure import left_padded, measure, pad_token_id
+from .prompts import Question, fingerprint, load_questions
+from .results import BenchResult
+from .store import Store
+from .summary import MeasuredCell, running, summarize
 
 
-@dataclass
-class TaskResult:
-    """All comparisons of one task."""
+logger = get_logger(__name__)
 
-    comparisons: list[Comparison] = field(default_factory=list)
-
-    @property
-    def speedup(self) -> float:
-        """Tokens per second, divided by those of ordinary decoding."""
-        return self._rate("assisted") / self._rate("plain")
-
-    @property
-    def tau(self) -> float:
-        """Mean acceptance length over all rounds of the task."""
-        rounds = sum(item.stats.rounds for item in self.comparisons)
-        return sum(item.stats.emitted for item in self.comparisons) / max(1, rounds)
-
-    @property
-    def equal(self) -> int:
-        """Number of questions whose answers have the same ids."""
-        return sum(item.equal for item in self.comparisons)
-
-    @property
-    def overhead(self) -> float:
-        """Share of the decoding time spent neither in the draft nor in the target."""
-        stats = [item.stats for item in self.comparisons]
-        other = sum(item.other_seconds for item in stats)
-        return other / max(1e-9, other + sum(item.draft_seconds + item.verify_seconds for item in stats))
-
-    @property
-    def differences(self) -> list[Difference]:
-        """The differences of greedy answers."""
-        return [item.difference for item in self.comparisons if item.difference is not None]
-
-    def _rate(self, kind: str) -> float:
-        runs = [getattr(item, kind) for item in self.comparisons]
-        return sum(len(run.tokens) for run in runs) / sum(run.seconds for run in runs)
+_WARM_UP_TOKENS = 16
+_PROBE_TOKENS = 16
 
 
-def encode(tokenizer, question: str, device) -> dict[str, torch.Tensor]:
-    """Encode a question as the first user turn of a chat, followed by the generation prompt."""
-    messages = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    return {name: value.to(device) for name, value in inputs.items()}
-
-
-def compare(target, draft, inputs: dict[str, torch.Tensor], seed: int = 0, streamer=None, **kwargs) -> Comparison:
-    """Generate without and with the draft from the same seed, and judge a difference of greedy texts.
+class Benchmark:
+    """All that is to be measured, and where the answers are kept.
 
     Args:
         target: The target model.
-        draft: The draft head.
-        inputs: `input_ids` and `attention_mask` of one prompt.
-        seed: Seed of both runs.
-        streamer: Streamer for the assisted run.
-        kwargs: Further arguments of `generate`.
+        heads: Heads by name; any assistant that `generate` accepts.
+        tokenizer: The target's tokenizer.
+        questions: What is asked.
+        columns: What is compared; ordinary decoding is added if it is not among them.
+        output: File of the answers; a run with the same settings resumes from it.
+        temperatures: 0 for greedy decoding; at others all columns sample from the same seeds.
+        batch_sizes: Numbers of questions that are answered at once.
+        max_new_tokens: Lengths of the answers.
+        seed: Seed of the order, of sampling and of the intervals.
+        template_kwargs: Variables for the chat template.
+        clock: Returns seconds.
+
+    Raises:
+        ValueError: a setting is invalid, the tokenizer is not the one of a head, or the output has other settings.
     """
-    plain, _ = _timed(target, inputs, seed, None, **kwargs)
-    assisted, stats = _timed(target, inputs, seed, draft, streamer=streamer, **kwargs)
-    difference = None
-    if plain.tokens != assisted.tokens and not kwargs.get("do_sample"):
-        difference = first_difference(plain.tokens, assisted.tokens, _scores(target, inputs, **kwargs), target.dtype)
-    return Comparison(plain, assisted, stats, difference)
+
+    def __init__(
+        self,
+        target,
+        heads: Mapping[str, Any],
+        tokenizer,
+        questions: Sequence[Question],
+        columns: Sequence[Column],
+        output: str | os.PathLike,
+        *,
+        temperatures: Sequence[float] = (0.0,),
+        batch_sizes: Sequence[int] = (1,),
+        max_new_tokens: Sequence[int] = (128,),
+        seed: int = 0,
+        template_kwargs: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ):
+        self.target, self.heads, self.tokenizer = target, dict(heads), tokenizer
+        self.columns = [*([] if PLAIN in columns else [PLAIN]), *columns]
+        check_names(self.columns)
+        self.seed = seed
+        self._template_kwargs = dict(template_kwargs or {})
+        self._clock = clock
+        for head in self.heads.values():
+            if isinstance(head, Eagle3DraftModel):
+                check_tokenizer(head.config, tokenizer)
+        trees = {column.name: tree_in_words(column, self.heads, target) for column in self.columns}
+        self.trees = {name: tree for name, (tree, _) in trees.items() if tree}
+        self.chains = [name for name, (_, is_chain) in trees.items() if is_chain]
+        self._plan = plan(questions, temperatures, batch_sizes, max_new_tokens, seed)
+        self._fitting: dict[str, int] = {}  # turns of a conversation that the target has positions for
+        self.header = {
+            "machine": describe_machine(target),
+            "settings": {
+                "questions": f"{len(questions)} with the hash {fingerprint(questions)}",
+                "temperatures": [float(value) for value in temperatures],
+                "batch_sizes": list(batch_sizes),
+                "max_new_tokens": list(max_new_tokens),
+                "columns": {column.name: column.as_dict() for column in self.columns},
+                "trees": self.trees,
+                "seed": seed,
+                "template_kwargs": self._template_kwargs,
+                "target": model_fingerprint(target),
+                "heads": {name: model_fingerprint(head) for name, head in self.heads.items()},
+            },
+        }
+        self.store = Store(output, self.header)
+
+    @property
+    def num_cells(self) -> int:
+        """Number of cells, as far as is known: answers decide whether a later turn still fits the target."""
+        return sum(self._fitting.get(each.key, each.num_turns) for each in self._plan)
+
+    @property
+    def num_complete(self) -> int:
+        """Number of cells that have been measured."""
+        return sum(self.store.is_complete(cell.key) for each in self._plan for cell in self._cells(each))
+
+    def run(self, progress: bool = True) -> BenchResult:
+        """Measure what has not been measured, and return all results.
+
+        Args:
+            progress: Whether to show a progress bar with the figures so far.
+        """
+        left = [each for each in self._plan if not self._is_complete(each)]
+        device = self.target.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            self._measure_all(left, progress)
+        return self.result()
+
+    def _measure_all(self, conversations: Sequence[Conversation], progress: bool) -> None:
+        if not conversations:
+            return
+        self._warm_up(conversations)
+        others = OthersLoad()
+        done, every = self.num_complete, self.num_cells
+        with tqdm(total=every, initial=done, desc="Measuring", unit="turn", disable=not progress) as bar:
+            for conversation in conversations:
+                self._probe(others)
+                for _ in self._measure(conversation):
+                    bar.update()
+                    if progress:
+                        bar.set_postfix_str(running(self._measured(), self.columns))
+                bar.total = self.num_cells
+
+    def result(self) -> BenchResult:
+        """Return the results of all that has been measured so far."""
+        return summarize(
+            self._measured(),
+            self.columns,
+            header=self.header,
+            models={"target": name_of(self.target), **{name: name_of(head) for name, head in self.heads.items()}},
+            chains=self.chains,
+            probes=self.store.probes,
+            progress=(self.num_complete, self.num_cells),
+            seed=self.seed,
+        )
+
+    def _measured(self) -> list[MeasuredCell]:
+        """Return the cells that have answers."""
+        cells = (cell for conversation in self._plan for cell in self._cells(conversation))
+        return [
+            MeasuredCell(cell, self.store.answers[cell.key], self.store.differences.get(cell.key))
+            for cell in cells
+            if cell.key in self.store.answers
+        ]
+
+    # ----- a conversation -------------------------------------------------------------------------------------------
+
+    def _cells(self, conversation: Conversation) -> list[Cell]:
+        return [Cell(conversation, turn) for turn in range(conversation.num_turns)]
+
+    def _is_complete(self, conversation: Conversation) -> bool:
+        turns = self._turns_that_fit(conversation)
+        return all(self.store.is_complete(cell.key) for cell in self._cells(conversation)[:turns])
+
+    def _measure(self, conversation: Conversation) -> Iterator[Cell]:
+        """Measure the turns of a conversation that are missing, and yield each."""
+        for cell in self._cells(conversation):
+            if cell.turn >= self._turns_that_fit(conversation):
+                return
+            if not self.store.is_complete(cell.key):
+                self._measure_cell(cell)
+                yield cell
+
+    def _measure_cell(self, cell: Cell) -> None:
+        setting, prompts = cell.conversation.setting, self._prompts(cell)
+        self.store.begin(cell.key)
+        columns = [column for column in self.columns if column.supports(setting.batch_size)]
+        for column in cell.shuffled(columns, self.seed):
+            answer = measure(
+                self.target, self.heads, column, prompts, cell.seed(self.seed), self._clock, **setting.options
+            )
+            self.store.put(cell.key, column.name, answer)
+        answers = {name: answer.tokens for name, answer in self.store.answers[cell.key].items()}
+        names = [f"{question.task}/{question.id}" for question in cell.conversation.questions]
+        if cell.conversation.num_turns > 1:
+            names = [f"{name}, turn {cell.turn + 1}" for name in names]
+        inputs = left_padded(prompts, pad_token_id(self.target), self.target.device)
+        self.store.finish(
+            cell.key,
+            text_differences(self.target, self.tokenizer, inputs, names, answers, PLAIN.name, **setting.options),
+        )
+
+    def _prompts(self, cell: Cell) -> list[list[int]]:
+        """Return the token ids of each question's turn, behind earlier turns as ordinary decoding answered them."""
+        told = [self.store.answers[Cell(cell.conversation, turn).key][PLAIN.name].tokens for turn in range(cell.turn)]
+        return [
+            self._encoded(question, cell.turn, [answers[place] for answers in told])
+            for place, question in enumerate(cell.conversation.questions)
+        ]
+
+    def _encoded(self, question: Question, turn: int, answers: Sequence[Sequence[int]]) -> list[int]:
+        texts = [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        messages = [] if question.system is None else [{"role": "system", "content": question.system}]
+        for asked, told in zip(question.turns, texts, strict=False):
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
+        messages.append({"role": "user", "content": question.turns[turn]})
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self._template_kwargs
+        )["input_ids"]
+
+    def _turns_that_fit(self, conversation: Conversation) -> int:
+        """Return how many turns the target has positions for, as far as their prompts are known."""
+        if conversation.key in self._fitting:
+            return self._fitting[conversation.key]
+        limit = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
+        if limit is None:
+            return conversation.num_turns
+        for cell in self._cells(conversation):
+            longest = max(map(len, self._prompts(cell)))
+            if longest + conversation.setting.max_new_tokens > limit:
+                self._fitting[conversation.key] = cell.turn
+                logger.warning_once(
+                    f"Turn {cell.turn + 1} of {conversation.task}/{conversation.questions[0].id} has a prompt of "
+                    f"{longest} tokens, and with {conversation.setting.max_new_tokens} new ones it exceeds the "
+                    f"target's {limit} positions: it is left out, as are others that are too long."
+                )
+                return cell.turn
+            if cell.key not in self.store.answers or not self.store.is_complete(cell.key):
+                break
+        return conversation.num_turns
+
+    # ----- around the measurements ----------------------------------------------------------------------------------
+
+    def _warm_up(self, conversations: Sequence[Conversation]) -> None:
+        """Let each column decode a few tokens in each setting, so that no first call is measured."""
+        first: dict[Setting, Conversation] = {}
+        for conversation in conversations:
+            if self._turns_that_fit(conversation):
+                first.setdefault(conversation.setting, conversation)
+        for setting, conversation in first.items():
+            prompts = self._prompts(Cell(conversation, 0))
+            options = {**setting.options, "max_new_tokens": min(_WARM_UP_TOKENS, setting.max_new_tokens)}
+            for column in self.columns:
+                if column.supports(setting.batch_size):
+                    measure(self.target, self.heads, column, prompts, self.seed, **options)
+        shortest = min(conversations, key=lambda each: len(each.questions[0].turns[0]))
+        self._probed = [self._encoded(shortest.questions[0], 0, [])]
+
+    def _probe(self, others: OthersLoad) -> None:
+        """Measure the same work again: how its times differ tells how quiet the machine is."""
+        options = {"do_sample": False, "max_new_tokens": _PROBE_TOKENS, "eos_token_id": None}
+        answer = measure(self.target, self.heads, PLAIN, self._probed, self.seed, self._clock, **options)
+        self.store.put_probe(answer.seconds, others.since_last())
 
 
-def _scores(target, inputs, **kwargs) -> tuple[torch.Tensor, ...]:
-    """Return the scores of the run without a draft, by running it again."""
-    return target.generate(**inputs, **kwargs, return_dict_in_generate=True, output_scores=True).scores
+def name_of(model) -> str:
+    """Return the name under which a model was loaded: its Hub id, or the name of its folder."""
+    name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
+    return Path(name).name if Path(name).exists() else name
 
 
-def _timed(target, inputs, seed: int, draft, **kwargs) -> tuple[Run, SpeculationStats]:
-    torch.manual_seed(seed)
-    start = perf_counter()
-    output = target.generate(**inputs, **({"assistant_model": draft} if draft is not None else {}), **kwargs)
-    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
-    seconds = perf_counter() - start
-    return Run(tokens, seconds), draft.stats if draft is not None else SpeculationStats()
+def model_fingerprint(model) -> str:
+    """Return a hash of a model's config and of a few values of each of its parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in getattr(model, "named_parameters", lambda: ())():
+        digest.update(name.encode())
+        if parameter.device.type != "meta" and parameter.numel():
+            step = max(1, parameter.numel() // 16)
+            digest.update(parameter.detach().flatten()[::step].float().cpu().numpy().tobytes())
+    config = getattr(model, "config", None)
+    if config is not None:
+        saved = copy.copy(config.to_dict())
+        for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):  # not what it computes
+            saved.pop(volatile, None)
+        digest.update(repr(sorted(saved.items(), key=lambda item: item[0])).encode())
+    return digest.hexdigest()[:16]
 
 
-class _RoundClock:
-    """A streamer that records when each ordinary step, or each round of a draft, ends. It prints nothing."""
-
-    def __init__(self, rounds: bool):
-        self._rounds = rounds
-        self._times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self._rounds:
-            self._times.append(perf_counter())
-
-    def end_round(self, accepted: int) -> None:
-        self._times.append(perf_counter())
-
-    def end(self) -> None:
-        pass
-
-    def gaps(self, skip: int = 2) -> list[float]:
-        """Return the duration of each step or round, except for the first `skip`, which warm up."""
-        return [after - before for before, after in zip(self._times, self._times[1:], strict=False)][skip:]
-
-
-def round_cost(
-    target, draft, trees: Sequence[tuple[int, int, int]], context: int = 128, rounds: int = 50, turns: int = 5
-) -> tuple[float, list[float]]:
-    """Measure the median time of an ordinary step and of one round of each tree.
-
-    The kinds take turns, so that a drift of the machine's speed affects all of them alike. The head should be one of
-    which nothing is accepted (a random one), so that the contexts have equal lengths.
+def bench(
+    target,
+    head: Any,
+    tokenizer,
+    prompts: Any = None,
+    *,
+    questions: int | None = None,
+    trees: Sequence[str] = (),
+    columns: Sequence[str] | Mapping[str, Mapping[str, Any]] = (),
+    prompt_lookup: bool = True,
+    temperatures: Sequence[float] = (0.0,),
+    batch_sizes: Sequence[int] = (1,),
+    max_new_tokens: Sequence[int] = (128,),
+    seed: int = 0,
+    output: str | os.PathLike | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> BenchResult:
+    """Measure a head against ordinary decoding and prompt lookup.
 
     Args:
         target: The target model.
-        draft: The draft head.
-        trees: Sizes as (nodes, depth, top_k).
-        context: Length of the prompt in tokens.
-        rounds: Number of rounds to measure of each kind.
-        turns: Number of turns in which they are measured.
+        head: The head, or several by name.
+        tokenizer: The target's tokenizer.
+        prompts: See [`load_questions`]; `None` for the built-in questions.
+        questions: Number of questions of each task, chosen by the seed; 0 for all, `None` for 2 of each kind of the
+            built-in questions and 10 of each task of others.
+        trees: Sizes of the tree, such as `"15/4/4"` or `"auto"`, each of which is a column for each head; without
+            any, a head has its own.
+        columns: Further columns, such as `"narrow:assistant_window=64"`.
+        prompt_lookup: Whether transformers' prompt lookup is a column.
+        temperatures, batch_sizes, max_new_tokens, seed, template_kwargs: See [`Benchmark`].
+        output: File of the answers, from which the same call resumes; `None` to keep none.
+        progress: Whether to show a progress bar.
 
     Returns:
-        Seconds of an ordinary step, and of a round of each tree.
+        Figures of every column under every setting, in all and by task.
+
+    Raises:
+        ValueError: an argument is invalid, or the output was written with others.
     """
-    prompt = torch.randint(5, target.config.get_text_config().vocab_size, (1, context), device=target.device)
-    common = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False}
-    common |= {"eos_token_id": None, "max_new_tokens": -(-rounds // turns) + 16}
-    gaps: list[list[float]] = [[] for _ in range(1 + len(trees))]
-    for _ in range(turns):
-        clock = _RoundClock(rounds=False)
-        target.generate(**common, streamer=clock)
-        gaps[0] += clock.gaps()
-        for kind, tree in enumerate(trees, start=1):
-            for name, value in zip(TREE_FIELDS, tree, strict=True):
-                setattr(draft.generation_config, name, value)
-            clock = _RoundClock(rounds=True)
-            target.generate(**common, streamer=clock, assistant_model=draft)
-            gaps[kind] += clock.gaps()[:-8]  # trees become smaller near the length limit
-    plain, *costs = (median(found) for found in gaps)
-    return plain, costs
+    heads = dict(head) if isinstance(head, Mapping) else {"head": head}
+    chosen = benchmark_columns(heads, trees, columns, prompt_lookup)
+    asked = load_questions(prompts, number_of_questions(prompts, questions), seed)
+    with _kept_in(output) as path:
+        benchmark = Benchmark(
+            target,
+            heads,
+            tokenizer,
+            asked,
+            chosen,
+            path,
+            temperatures=temperatures,
+            batch_sizes=batch_sizes,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            template_kwargs=template_kwargs,
+        )
+        try:
+            return benchmark.run(progress)
+        finally:
+            benchmark.store.close()
+
+
+def number_of_questions(prompts: Any, given: int | None) -> int | None:
+    """Return how many questions of each task are asked; `None` for all."""
+    return (2 if prompts is None else 10) if given is None else given or None
+
+
+def benchmark_columns(
+    heads: Mapping[str, Any],
+    trees: Sequence[str] = (),
+    columns: Sequence[str] | Mapping[str, Mapping[str, Any]] = (),
+    prompt_lookup: bool = True,
+) -> list[Column]:
+    """Return ordinary decoding, prompt lookup, every head with every tree, and further columns; see [`bench`]."""
+    if isinstance(columns, Mapping):
+        further = [column_of(name, fields, heads) for name, fields in columns.items()]
+    else:
+        further = [parse_column(text, heads) for text in columns]
+    chosen = [PLAIN, *(lookup_columns() if prompt_lookup else ()), *head_columns(list(heads), trees), *further]
+    check_names(chosen)
+    return chosen
+
+
+@contextmanager
+def _kept_in(output: str | os.PathLike | None) -> Iterator[Path]:
+    """Yield the file of the answers; without a name, one that is removed again."""
+    if output is not None:
+        yield Path(output)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "answers.jsonl"

@@ -260,6 +260,13 @@ def test_options_may_be_spelt_with_underscores_and_dtypes_short(model_folder, tm
     assert datagen(model_folder, tmp_path / "chats.jsonl", *options) == 0
 
 
+def test_a_value_is_not_taken_for_an_option(capsys):
+    """`r.html` without its first two characters is the name of an option."""
+    with pytest.raises(SystemExit):
+        main(["bench", "m", "h", "--html", "r.html", "--zzz"])
+    assert "unrecognized arguments: --zzz" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -342,8 +349,10 @@ def test_every_report_names_device_and_dtype(model_folder, prompts, tmp_path, ca
             "bench",
             model_folder,
             "random",
-            "--tasks",
+            "--prompts",
             str(tmp_path / "tasks"),
+            "--output",
+            str(tmp_path / "answers.jsonl"),
             "--max-new-tokens",
             "2",
             "--tree",

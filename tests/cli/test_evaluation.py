@@ -1,23 +1,24 @@
-"""The measuring instruments: near-ties told from errors, rates added up right, tables printed."""
-
-import json
+"""Small measuring instruments: near-ties told from errors, one prompt compared, the cost of a round."""
 
 import pytest
 import torch
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.acceptance import SpeculationStats
-from eagle3_hf.evaluation.bench import Comparison, Run, TaskResult, compare, round_cost
+from eagle3_hf.cli import main
 from eagle3_hf.evaluation.check import first_difference, near_tie_bound
-from eagle3_hf.evaluation.report import parse_tree, print_round_cost, print_tasks
-from eagle3_hf.evaluation.tasks import load_tasks
+from eagle3_hf.evaluation.columns import parse_tree
+from eagle3_hf.evaluation.compare import Comparison, Run, TaskResult, compare
+from eagle3_hf.evaluation.round_cost import round_cost
+from support.chats import chat_tokenizer, tiny_target
+from support.drafts import new_draft
 from support.families import tiny
 
 
 def head(target, seed: int = 0) -> Eagle3DraftModel:
     torch.manual_seed(seed)
     draft = Eagle3DraftModel.from_target(target)
-    for name, value in (("num_assistant_tokens", 6), ("assistant_tree_depth", 3), ("assistant_tree_top_k", 2)):
+    for name, value in parse_tree("6/3/2").items():
         setattr(draft.generation_config, name, value)
     return draft
 
@@ -72,42 +73,53 @@ def test_compare_runs_both_from_the_same_seed(sampled):
     assert result.stats.emitted == 11  # the first token comes from the prefill
 
 
-def test_round_cost_times_every_tree(capsys):
+# ----- the cost of a round -------------------------------------------------------------------------------------------
+
+
+def test_round_cost_times_every_tree():
     target = tiny("llama")
-    trees = [(4, 2, 2), (2, 2, 1)]
-    plain, costs = round_cost(target, head(target), trees, context=8, rounds=4)
+    draft = head(target)
+    kept = draft.generation_config
+    plain, costs = round_cost(target, draft, [parse_tree("4/2/2"), parse_tree("2/2/1")], context=8, rounds=4, turns=2)
     assert len(costs) == 2
     assert min(plain, *costs) > 0
-    print_round_cost(target, head(target), trees[:1])
-    assert "round 4/2/2" in capsys.readouterr().out
+    assert draft.generation_config is kept
 
 
-def test_tasks_are_read_and_bad_ones_named(tmp_path):
-    (tmp_path / "one.jsonl").write_text("\n".join(json.dumps({"turns": [f"q{i}", "next"]}) for i in range(5)))
-    assert load_tasks(tmp_path, 3) == {"one": ["q0", "q1", "q2"]}
-    (tmp_path / "two.jsonl").write_text('{"question": "q"}\n')
-    with pytest.raises(ValueError, match=r"two\.jsonl"):
-        load_tasks(tmp_path, 3)
-    with pytest.raises(ValueError, match="is not a folder that holds"):
-        load_tasks(tmp_path / "nowhere", 3)
+def test_round_cost_where_everything_is_accepted():
+    """Few rounds then fill the text, and some of each call must still be left to measure."""
+
+    class Foretelling:
+        """Passes every call on, after it has told the draft what the target will say."""
+
+        def __init__(self, target, draft):
+            self.target, self.draft, self.told = target, draft, 0
+
+        def __getattr__(self, name):
+            return getattr(self.target, name)
+
+        def generate(self, input_ids, **options):
+            if options.get("assistant_model") is not None:
+                plain = {name: value for name, value in options.items() if name not in ("assistant_model", "streamer")}
+                self.draft.foretell(self.target.generate(input_ids, **plain)[0, input_ids.shape[1] :], favourite=1.0)
+                self.told += 1
+            return self.target.generate(input_ids, **options)
+
+    target = tiny("llama")
+    draft = new_draft(target, half=False)
+    foretelling = Foretelling(target, draft)
+    _, costs = round_cost(foretelling, draft, [parse_tree("8/8/1")], context=8, rounds=3, turns=1)
+    assert foretelling.told == 1
+    assert draft.stats.tau > 5
+    assert costs[0] > 0
 
 
-def test_table_of_a_folder_of_questions(tmp_path, capsys):
-    from support.chats import chat_tokenizer, tiny_target
-
+def test_round_cost_on_the_command_line(tmp_path, capsys):
     tokenizer = chat_tokenizer()
-    target = tiny_target(tokenizer)
-    (tmp_path / "talk.jsonl").write_text(json.dumps({"turns": ["Hello there"]}))
-    options = {"do_sample": False, "max_new_tokens": 6}
-    results = print_tasks(target, head(target), tokenizer, tmp_path, 2, (4, 2, 2), False, options)
-    assert results["talk"].equal == 1
-    printed = capsys.readouterr().out
-    assert "tree 4/2/2" in printed
-    assert "| talk |" in printed
-
-
-def test_trees_are_parsed_or_refused():
-    assert parse_tree("15/4/3") == (15, 4, 3)
-    for bad in ("15/4", "15/4/0", "a/b/c", "15,4,3"):
-        with pytest.raises(ValueError, match="nodes/depth/top_k"):
-            parse_tree(bad)
+    torch.manual_seed(0)
+    tiny_target(tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert main(["bench", str(tmp_path), "random", "--round-cost", "--tree", "4/2/2", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "plain step " in said
+    assert "round 4/2/2: " in said

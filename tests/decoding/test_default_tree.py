@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eagle3_hf import Eagle3DraftModel
-from eagle3_hf.evaluation.report import set_tree as set_and_tell
+from eagle3_hf.evaluation.columns import Column, parse_tree, tree_in_words
 from eagle3_hf.model.tree_settings import TreeSettings, tree_settings
 from support.drafts import NEW_TOKENS, new_draft, set_tree, target_of
 from support.families import prompt
@@ -124,8 +124,10 @@ def test_published_heads_have_no_settings_and_saved_ones_keep_theirs(target, els
 
 
 def test_a_report_tells_a_default_from_a_setting(target):
-    draft = new_draft(target)
-    assert set_and_tell(target, draft, None) == "11/3/4 (the default on cpu)"
-    assert set_and_tell(target, draft, (15, 4, 4)) == "15/4/4"
-    draft.generation_config.num_assistant_tokens = "auto"
-    assert set_and_tell(target, draft, None) == "auto/4/4"
+    heads = {"head": new_draft(target)}
+    column = Column("head", "head")
+    assert tree_in_words(column, heads, target) == ("11/3/4 (the default on cpu)", False)
+    assert tree_in_words(Column("wide", "head", parse_tree("15/4/4")), heads, target) == ("15/4/4", False)
+    assert tree_in_words(Column("chain", "head", parse_tree("5/5/1")), heads, target) == ("5/5/1", True)
+    assert tree_in_words(Column("auto", "head", parse_tree("auto/4/4")), heads, target) == ("auto/4/4", False)
+    assert tree_in_words(column, heads, target) == ("11/3/4 (the default on cpu)", False)

@@ -68,7 +68,16 @@ def valid(folder: Path, out: Path, command: str) -> list[str]:
         "datagen": [target, str(out / "chats"), "--num-chats", "1", "--max-new-tokens", "4", "--quiet"],
         "show-mask": [target, data],
         "features": [target, data, str(out / "store"), "--quiet"],
-        "bench": [target, head, "--tasks", str(folder / "tasks"), "--max-new-tokens", "4"],
+        "bench": [
+            target,
+            head,
+            "--prompts",
+            str(folder / "tasks"),
+            "--max-new-tokens",
+            "4",
+            "--output",
+            str(out / "b"),
+        ],
         "inspect": [head, "--target", target],
         "convert": [head, str(out / "head"), "--to", "vllm"],
     }[command]
@@ -184,7 +193,7 @@ def test_models_and_data_of_the_wrong_kind(command, place, folder, tmp_path, cap
     [
         ("datagen", "--seeds"),
         ("datagen", "--prompts"),
-        ("bench", "--tasks"),
+        ("bench", "--prompts"),
         ("inspect", "--target"),
         ("convert", "--target"),
     ],
@@ -203,20 +212,19 @@ def test_files_of_the_wrong_kind(command, option, folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "holds no questions"),
-        (b'{"turns": [5]}', "holds no questions"),
-        (b"[1]", "every line must be an object with `turns`"),
-        (b'{"turns": 5}', "every line must be an object with `turns`"),
-        (b'{"turns": []}', "every line must be an object with `turns`"),
-        (b"{", "every line must be an object with `turns`"),
-        (b'{"turns": ["\xff"]}', "is not UTF-8 text (byte 12): convert it first"),
+        (b'{"turns": [5]}', "line 1: expected an object with `turns`"),
+        (b'{"turns": 5}', "line 1: expected an object with `turns`"),
+        (b'{"turns": []}', "line 1: expected an object with `turns`"),
+        (b'{"turns": ["a"]}\n[1]', "line 2: expected an object with `turns`"),
+        (b'{"turns": ["a"]}\n{', "line 2: not JSON"),
+        (b'{"turns": ["\xff"]}', "line 1"),
     ],
 )
 def test_questions_of_the_wrong_kind(content, words, folder, tmp_path, capsys, monkeypatch):
     """Said before the target is loaded."""
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
     (tmp_path / "qa.jsonl").write_bytes(content)
-    line = refused(["bench", *valid(folder, tmp_path, "bench"), "--tasks", str(tmp_path)], capsys)
+    line = refused(["bench", *valid(folder, tmp_path, "bench"), "--prompts", str(tmp_path)], capsys)
     assert f"{tmp_path / 'qa.jsonl'}" in line
     assert words in line
 

@@ -147,12 +147,12 @@ def test_adapters_on_a_published_head(folder, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "target on cpu (" in out
     bench = f"next: eagle3-hf bench {folder / 'target'}"
-    assert out.endswith(f"the head is in {tmp_path / 'head'}\n{bench} {tmp_path / 'head'} --tasks FOLDER\n")
+    assert out.endswith(f"the head is in {tmp_path / 'head'}\n{bench} {tmp_path / 'head'}\n")
     train = config(folder, tmp_path, train_data=data, output_dir=str(tmp_path / "lora"), head=str(tmp_path / "head"))
     assert main(["train", train, "--max_steps", "2", "--lora_r", "4"]) == 0
     out, whole = capsys.readouterr().out, tmp_path / "lora" / "merged"
     assert f"the adapters are in {tmp_path / 'lora'}; the head with merged adapters" in out
-    assert out.endswith(f"{bench} {whole} --tasks FOLDER\n")
+    assert out.endswith(f"{bench} {whole}\n")
     assert str(tmp_path) not in (tmp_path / "lora" / "README.md").read_text()
     published = Eagle3DraftModel.from_pretrained(tmp_path / "head")
     merged = Eagle3DraftModel.from_pretrained(tmp_path / "lora" / "merged")
