@@ -9,6 +9,7 @@ from typing import Any
 
 from .help import Defaults
 from .placement import add_placement, load_target
+from .replaying import REPLAY_OPTIONS, add_replay_options, without_clock
 from .values import amount, check_output_folder, count, json_object, not_negative, path, place
 
 
@@ -26,9 +27,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "command resumes. With --round-cost, measure the median time of single rounds.",
         formatter_class=Defaults,
     )
-    parser.add_argument("model", metavar="MODEL", type=place, help="target: a local folder or a Hub id")
+    parser.add_argument("model", metavar="MODEL", type=place, nargs="?", help="target: a local folder or a Hub id")
     parser.add_argument(
-        "head", metavar="HEAD", type=place, help="draft head: a local folder or a Hub id, or `random` for a new one"
+        "head",
+        metavar="HEAD",
+        type=place,
+        nargs="?",
+        help="draft head: a local folder or a Hub id, `random` for a new one, or `lookup` for none",
     )
     asked = parser.add_argument_group("questions")
     asked.add_argument(
@@ -100,6 +105,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--round-cost", action="store_true", help="measure a round of each --tree against a step of ordinary decoding"
     )
+    add_replay_options(parser)
     add_placement(parser)
     parser.set_defaults(run=run, resumes=True)
 
@@ -118,8 +124,10 @@ def run(arguments: argparse.Namespace) -> int:
         parse_tree(tree)
     for column in arguments.column:
         column_fields(column)
+    arguments.resumes = not (arguments.record or arguments.replay or arguments.count_ops or arguments.round_cost)
+    if (status := without_clock(arguments, _load_head)) is not None:
+        return status
     if arguments.round_cost:
-        arguments.resumes = False
         return _round_cost(arguments)
     files = _check_files(arguments)
     # Questions, names and settings are checked before the target is loaded.
@@ -225,8 +233,10 @@ def _names_of_heads(arguments: argparse.Namespace) -> dict[str, str]:
 def _load_head(where: str, target: Any) -> Any:
     import torch
 
-    from .. import Eagle3DraftModel
+    from .. import Eagle3DraftModel, LookupDraft
 
+    if where == "lookup":
+        return LookupDraft()
     if where == "random":
         torch.manual_seed(0)  # the same head for a run that resumes
         ids = torch.randperm(target.config.get_text_config().vocab_size)[:8192].sort().values
@@ -239,7 +249,7 @@ def _load_head(where: str, target: Any) -> Any:
 def _default_output(arguments: argparse.Namespace) -> Path:
     """Return a file that is named after the options which change the figures, so that only the same ones share it."""
     apart = ("run", "resumes", "traceback", "command", "output", "restart", "json", "csv", "html", "round_cost")
-    options = {name: value for name, value in vars(arguments).items() if name not in apart}
+    options = {name: value for name, value in vars(arguments).items() if name not in (*apart, *REPLAY_OPTIONS)}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return Path(_FOLDER) / f"{Path(arguments.model).name}-{Path(arguments.head).name}-{digest}.jsonl"
 

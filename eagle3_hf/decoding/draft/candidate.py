@@ -13,7 +13,7 @@ from ...model.tree_settings import TreeSettings, draft_window, tree_settings
 from ...utils.logging import get_logger
 from ..coupling import Noise
 from ..tree import DraftTree
-from .growth import CandidatePool, CoupledRanking, Ranking, TreeGrower, greedy_ranking
+from .growth import CandidatePool, CoupledRanking, Expansion, Ranking, TreeGrower, greedy_ranking
 from .inputs import DraftInputs
 
 
@@ -217,17 +217,18 @@ class Eagle3Candidate(CandidateGenerator):
         settings: TreeSettings,
         leads: list[int] | None = None,
         goes_on: Callable[[int, torch.Tensor], bool] | None = None,
+        expansion: Expansion | None = None,
     ) -> CandidatePool:
         """Feed the inputs given to `feed_later`, and return all candidates below the last tokens.
 
         Args:
             settings: The largest size, capped to what can be used.
             leads: See [`draft_tree`].
-            goes_on: Decides about every further level, see [`TreeGrower.grow_pool`].
+            goes_on, expansion: See [`TreeGrower.grow_pool`].
         """
         self.num_fed = 0
         self._feed_pending()
-        return self._grower.grow_pool(self._ready(leads), self._cache, self._next, settings, goes_on)
+        return self._grower.grow_pool(self._ready(leads), self._cache, self._next, settings, goes_on, expansion)
 
     def _ready(self, leads: list[int] | None) -> torch.Tensor:
         """Return the output at the last committed position, once the ranking knows how far sequences are ahead."""

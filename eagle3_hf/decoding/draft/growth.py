@@ -24,6 +24,11 @@ from .mixture import Pool
 Ranking = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
+# Chooses which candidates of a level the next one expands: from their scores (B, M), the children of each node of the
+# level above together, and the number of children, to their indices (B, R).
+Expansion = Callable[[torch.Tensor, int], torch.Tensor]
+
+
 def greedy_ranking(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rank by the draft's own probability."""
     log_probs = logits.float().log_softmax(-1)
@@ -112,6 +117,13 @@ class CandidatePool:
         self.log_probs.append(log_probs)
         self.size += tokens.shape[1]
 
+    def joined(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return tokens, parents, scores and log-probabilities, (B, M) each, as [`select`] takes them."""
+        tokens, parents, scores, log_probs = (
+            torch.cat(part, 1) for part in (self.tokens, self.parents, self.scores, self.log_probs)
+        )
+        return tokens, parents, scores, log_probs
+
     def host(self) -> list[Pool]:
         """Return the pool of each sequence as Python lists, in one transfer."""
         ids = torch.cat([*self.tokens, *self.parents], 1).int()
@@ -169,15 +181,7 @@ class TreeGrower:
             settings: The size of the trees, capped to what can be used.
         """
         pool = self.grow_pool(hidden, cache, position, settings)
-        return select(
-            torch.cat(pool.tokens, 1),
-            torch.cat(pool.parents, 1),
-            torch.cat(pool.scores, 1),
-            torch.cat(pool.log_probs, 1),
-            root_tokens,
-            settings.num_nodes,
-            self.pad_token_id,
-        )
+        return select(*pool.joined(), root_tokens, settings.num_nodes, self.pad_token_id)
 
     def grow_pool(
         self,
@@ -186,6 +190,7 @@ class TreeGrower:
         position: int | torch.Tensor,
         settings: TreeSettings,
         goes_on: Callable[[int, torch.Tensor], bool] | None = None,
+        expansion: Expansion | None = None,
     ) -> "CandidatePool":
         """Return all candidates of the trees below the roots.
 
@@ -193,6 +198,7 @@ class TreeGrower:
             hidden, cache, position, settings: See [`grow`].
             goes_on: Returns whether to grow another level, from the number of levels and the scores (B, R) of the
                 nodes that it would expand; `None` for all levels.
+            expansion: Chooses the nodes to expand; `None` for the best `top_k` of each level.
         """
         children = min(settings.top_k, self.draft.config.draft_vocab_size)
         pool = CandidatePool(children)
@@ -201,7 +207,7 @@ class TreeGrower:
             if goes_on is not None and not goes_on(level, frontier.scores):
                 break
             output = self._pass(frontier, cache, position + level - 1)
-            frontier = self._next_level(frontier, output, level, children, pool)
+            frontier = self._next_level(frontier, output, level, children, pool, expansion)
         cache.rollback()
         return pool
 
@@ -243,23 +249,29 @@ class TreeGrower:
         return self.draft.run_layers(frontier.hidden, embeds, positions, CachedAttention(cache, visible))
 
     def _next_level(
-        self, frontier: _Frontier, output: torch.Tensor, level: int, children: int, pool: CandidatePool
+        self,
+        frontier: _Frontier,
+        output: torch.Tensor,
+        level: int,
+        children: int,
+        pool: CandidatePool,
+        expansion: Expansion | None,
     ) -> _Frontier:
-        batch, width = frontier.tokens.shape
         tokens, increments, own = self._best_children(output, level, children)
         scores = (frontier.scores[..., None] + increments).flatten(1)
         log_probs = (frontier.log_probs[..., None] + own).flatten(1)
         tokens = tokens.flatten(1)
         first = pool.size
         pool.add(tokens, frontier.pool_index.repeat_interleave(children, dim=1), scores, log_probs)
-        best, chosen = scores.topk(width, dim=1)
+        chosen = scores.topk(children, dim=1).indices if expansion is None else expansion(scores, children)
+        batch, width = chosen.shape
         parent = chosen // children
         new = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
         seen = frontier.seen.gather(1, parent[..., None].expand(-1, -1, frontier.seen.shape[2]))
         return _Frontier(
             tokens=tokens.gather(1, chosen),
             pool_index=first + chosen,
-            scores=best,
+            scores=scores.gather(1, chosen),
             log_probs=log_probs.gather(1, chosen),
             hidden=self.draft.feedback(output).gather(1, parent[..., None].expand(-1, -1, output.shape[2])),
             seen=torch.cat([seen, new], dim=-1),
