@@ -109,6 +109,13 @@ def test_chains_are_as_many_nodes_as_levels(limits, is_chain):
     assert sizes_within(limits, is_chain) == [TreeSettings(depth, depth, 1) for depth in range(1, 9)]
 
 
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_a_single_node_leaves_no_choice(is_chain):
+    limits = TreeSettings(1, 1, 1)
+    chosen = decode(TreeSizer(limits, 20, is_chain), 100, plain=1.0, node=0.1, level=0.05, share=0.9)
+    assert set(chosen[sizing._ENOUGH :]) == {limits}
+
+
 # ----- decisions -----------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +181,14 @@ def test_drafting_is_switched_off_where_it_does_not_pay_and_tried_again_ever_mor
     gaps = [b - a for a, b in zip(drafted, drafted[1:], strict=False) if b - a > 1]
     assert gaps[0] > sizing._FIRST_PAUSE
     assert all(later > 1.8 * earlier for earlier, later in zip(gaps, gaps[1:], strict=False))
+
+
+def test_drafting_that_is_slightly_slower_stops_when_enough_walks_have_shown_it():
+    sizer = TreeSizer(LIMITS)
+    chosen = decode(sizer, 150, plain=1.0, node=0.4, level=0.1, share=0.7)
+    drafted = [place for place, size in enumerate(chosen) if size is not None]
+    assert drafted == list(range(sizing._ENOUGH, sizing._ENOUGH + sizing._WALKS_TO_CHANGE)), "then plain steps only"
+    assert sizing._HOPELESS < sizer._gain < 1.0, "the few walks of the first decision were no reason to stop"
 
 
 def test_it_is_said_once_that_drafting_is_off(monkeypatch):
