@@ -132,6 +132,19 @@ def test_frequencies_that_change_with_the_length(mode, length):
     assert_same_as_plain(target, draft, prompt(length), max_new_tokens=40, **mode)
 
 
+def test_a_text_that_is_run_again_is_shown_whole():
+    """Where Phi-3 runs the whole text again, the hidden states and attentions of that step are those of the text."""
+    target = longrope_target()
+    target.set_attn_implementation("eager")
+    draft = set_tree(new_draft(target, half=False), (8, 4, 3))
+    ours, _ = assert_same_as_plain(
+        target, draft, prompt(30), max_new_tokens=20, output_attentions=True, output_hidden_states=True
+    )
+    lengths = [step[0].shape[2] for step in ours.out.attentions]
+    assert lengths == [30] + [1] * 10 + [41] + [1] * 8
+    assert ours.out.speculation.mean_accepted > 0.5
+
+
 @MODES
 def test_frequencies_that_change_with_every_token(mode):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

@@ -3,7 +3,11 @@
 import json
 
 import pytest
+import torch.distributed as dist
 
+from eagle3_hf.decoding.target.synced_gpus import synced_gpus_of
+from support.drafts import new_draft, target_of
+from support.families import prompt
 from support.processes import run_in_two
 
 
@@ -69,3 +73,12 @@ def test_processes_of_different_lengths_decode_their_own_texts(tmp_path):
         assert first["accepted"] + second["accepted"] > 0, call
         longest = max(first["new"], second["new"])
         assert first["forwards"][0] < longest + 3, "drafts made the longer text's forwards fewer"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_only_several_processes_wait_for_each_other(processes, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: processes)
+    target = target_of("llama")
+    assert (synced_gpus_of(target, new_draft(target), prompt(5), True) is not None) == (processes > 1)
+    assert synced_gpus_of(target, new_draft(target), prompt(5), None) is None, "nobody asked for it"
