@@ -237,8 +237,6 @@ class SpeculativeDecoding:
             if path:
                 depth = tree.host()[index].depth
                 self.stats.record(accepted, accepted if accepted == len(path) else depth, len(path))
-                if depth:
-                    self._proposer.watch(accepted)
 
     # ----- before and after the rounds ------------------------------------------------------------------------------
 

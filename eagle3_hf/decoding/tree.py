@@ -75,25 +75,25 @@ class DraftTree:
     @classmethod
     def from_nodes(
         cls,
-        roots: torch.Tensor,
+        roots: Sequence[int],
         tokens: Sequence[list[int]],
         parents: Sequence[list[int]],
         values: Sequence[list[float]],
+        device: torch.device,
     ) -> "DraftTree":
         """Return trees that were chosen on the host.
 
         Args:
-            roots: (B, 1) the last committed token of each sequence.
+            roots: The last committed token of each sequence.
             tokens: Tokens of the drafted nodes of each tree, parents before their children.
             parents: Their parents, where 0 is the root, and `i + 1` the node at index `i`.
             values: The probability that each node is accepted; its logarithm becomes score and log-probability.
+            device: Device of the trees.
         """
-        firsts = roots.flatten().tolist()
         size = 1 + max(map(len, tokens))
-        host = [HostTree([first, *own], [-1, *up]) for first, own, up in zip(firsts, tokens, parents, strict=True)]
+        host = [HostTree([first, *own], [-1, *up]) for first, own, up in zip(roots, tokens, parents, strict=True)]
         pads = [size - len(tree.tokens) for tree in host]
         logs = [[0.0, *(math.log(max(value, 1e-300)) for value in own)] for own in values]
-        device = roots.device
         scores = torch.tensor(
             [own + [-math.inf] * pad for own, pad in zip(logs, pads, strict=True)], dtype=torch.float32, device=device
         )

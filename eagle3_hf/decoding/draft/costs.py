@@ -47,9 +47,10 @@ class Curve:
         Raises:
             ValueError: nothing is known yet.
         """
-        if size not in self._estimates:
-            self._estimates[size] = self._ratio(size) * self._shape(size)
-        return self._estimates[size]
+        estimate = self._estimates.get(size)
+        if estimate is None:
+            estimate = self._estimates[size] = self._ratio(size) * self._shape(size)
+        return estimate
 
     def _ratio(self, size: int) -> float:
         if not self._ratios:
@@ -59,7 +60,7 @@ class Curve:
         if self.count(size) >= _ENOUGH:
             return median(self._ratios[size])
         total = weights = 0.0
-        for other, ratios in self._ratios.items():
+        for other, ratios in list(self._ratios.items()):  # another thread may add a size
             distance = abs(math.log2((size + 1) / (other + 1)))
             weight = len(ratios) * math.exp(-_NARROW * distance)
             total += weight * median(ratios)
@@ -69,7 +70,7 @@ class Curve:
     def like(self) -> "Curve":
         """Return a curve that begins with these ratios, each as one measurement."""
         curve = Curve(self._shape, self._scale)
-        for size, ratios in self._ratios.items():
+        for size, ratios in list(self._ratios.items()):
             curve._ratios[size] = deque([median(ratios)], _KEPT)
         return curve
 
@@ -100,7 +101,7 @@ class LevelCosts:
         """
         if not self._kept:
             return unit * (self._further if levels else self._first)
-        medians = {count: median(kept) for count, kept in self._kept.items()}
+        medians = {count: median(kept) for count, kept in list(self._kept.items())}
         near = min(medians, key=lambda count: abs(count - max(1, levels)))
         others = [count for count in medians if count != near]
         if others:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from ...acceptance import SpeculationStats
 from ...model.tree_settings import TreeSettings
@@ -57,14 +56,13 @@ class Proposer:
             active: Sequences that advance in this round; the others get their root alone.
         """
         self.proposal = Proposal()
-        roots = self._batch.roots()
         plan = self._sizes.plan(depth, self._batch.longest) if depth > 0 else Plan(0, 0)
         if plan.num_nodes < 1 or (not plan.levels and self._lookup is None):
-            return DraftTree.root_only(roots)
+            return DraftTree.root_only(self._batch.roots())
         leads = [sequence.lead(self._batch.steps) for sequence in self._batch]
         if self._lookup is None and isinstance(self._sizes, FixedSizes) and self._head is not None:
             # There may be fewer candidates than asked for (because of cutoffs or NaN): the forward is then smaller.
-            tree = self._head.draft_tree(None, depth, self._settings, roots, leads).trimmed()
+            tree = self._head.draft_tree(None, depth, self._settings, self._batch.roots(), leads).trimmed()
             self.proposal.levels, self.proposal.num_nodes = plan.levels, tree.tokens.shape[1] - 1
             return tree
         pools = self._pools(plan, leads)
@@ -72,8 +70,8 @@ class Proposer:
             self.proposal.candidates[index] = self._best(index, pools[index], plan, depth, leads[index])
         self.proposal.num_nodes = self._sizes.keep(list(self.proposal.candidates.values()))
         if not self.proposal.num_nodes:
-            return DraftTree.root_only(roots)
-        return self._tree(roots)
+            return DraftTree.root_only(self._batch.roots())
+        return self._tree()
 
     def _pools(self, plan: Plan, leads: list[int]) -> list[Pool]:
         """Return the head's candidates of each sequence."""
@@ -108,15 +106,16 @@ class Proposer:
     def _guesses(lookup: Lookup, index: int) -> Callable[[Sequence[int]], list[tuple[int, float]]]:
         return lambda tail: lookup.guesses(index, tail)
 
-    def _tree(self, roots: torch.Tensor) -> DraftTree:
+    def _tree(self) -> DraftTree:
         kept = self.proposal.num_nodes
         none = Candidates([], [], [], [], [])
         found = [self.proposal.candidates.get(sequence.index, none) for sequence in self._batch]
         return DraftTree.from_nodes(
-            roots,
+            [sequence.upcoming(1)[0] for sequence in self._batch],
             [each.tokens[:kept] for each in found],
             [each.parents[:kept] for each in found],
             [each.values[:kept] for each in found],
+            self._batch.device,
         )
 
     # ----- after a round --------------------------------------------------------------------------------------------
@@ -125,11 +124,6 @@ class Proposer:
         """Keep the head's inputs of a round until it drafts the next time."""
         if self._head is not None and inputs is not None:
             self._head.feed_later(inputs)
-
-    def watch(self, accepted: int) -> None:
-        """See [`Eagle3Candidate.watch`]."""
-        if self._head is not None:
-            self._head.watch(accepted)
 
     def observe(self, paths: dict[int, list[int]], draft: float, verify: float) -> None:
         """Learn from a round, see [`TreeSizer.observe`]."""
@@ -149,15 +143,17 @@ class Proposer:
         for index, path in paths.items():
             own = self.proposal.candidates.get(index)
             if own is None:  # by the head alone, on its device
+                sources = [HEAD] * max(0, len(path) - 1)
                 stats.drafted += kept
-                stats.from_head += max(0, len(path) - 1)
-                continue
-            stats.drafted += len(own.tokens[:kept])
-            stats.predicted += sum(own.values[:kept])
-            sources = [own.sources[node - 1] for node in path[1:]]
+            else:
+                sources = [own.sources[node - 1] for node in path[1:]]
+                stats.drafted += len(own.tokens[:kept])
+                stats.predicted += sum(own.values[:kept])
             stats.from_head += sources.count(HEAD)
             stats.from_lookup += sources.count(LOOKUP)
             stats.from_both += sources.count(BOTH)
+            if self._head is not None and self.proposal.levels and kept and path:
+                self._head.watch(len(sources) - sources.count(LOOKUP))
 
     def rewind(self, index: int, step: int, position: int | None) -> None:
         """Forget the tokens of a sequence from `step` on.
