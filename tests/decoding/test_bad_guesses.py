@@ -105,7 +105,13 @@ def test_cutoffs_leave_no_nodes_that_they_rule_out():
         lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     target.generate(
-        prompt(6), max_new_tokens=20, assistant_model=draft.foretell([]), do_sample=True, top_k=1, temperature=0.9
+        prompt(6),
+        max_new_tokens=20,
+        assistant_model=draft.foretell([]),
+        assistant_lookup=False,
+        do_sample=True,
+        top_k=1,
+        temperature=0.9,
     )
     handle.remove()
     assert max(sizes[1:]) == 6

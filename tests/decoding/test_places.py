@@ -35,7 +35,7 @@ def assert_same_text(target, draft, inputs=None, **kwargs) -> None:
 # ----- dtypes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("target_dtype", "draft_dtype"), itertools.product(DTYPES, DTYPES), ids=str)
+@pytest.mark.parametrize(("target_dtype", "draft_dtype"), list(itertools.product(DTYPES, DTYPES)), ids=str)
 def test_every_pair_of_dtypes(target_dtype, draft_dtype):
     target = tiny("llama", num_hidden_layers=4).to(target_dtype)
     draft, comparison = new_draft(target, half=False, dtype=draft_dtype), Comparison()
