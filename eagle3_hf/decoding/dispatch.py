@@ -65,8 +65,9 @@ def decode(
     _do_not_compile(generation_config)
     settings = call_settings(target, draft, generation_config)
     if capability.mode is VerifyMode.CHAIN:
-        nodes = settings.depth if settings.lookup_levels is None else max(settings.depth, settings.reach)
-        settings = replace(settings, num_nodes=nodes, top_k=1)
+        # Not deeper with lookup: an unknown target has been tried with short chains.
+        levels = None if settings.lookup_levels is None else 0
+        settings = replace(settings, num_nodes=settings.depth, top_k=1, lookup_levels=levels)
     if capability.restores and generation_config.output_attentions:
         raise ValueError(
             f"output_attentions=True with a draft head is not supported for {type(target).__name__}, whose recurrent "

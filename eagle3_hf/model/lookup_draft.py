@@ -37,7 +37,7 @@ class LookupDraft:
         declare_tree_settings(self.generation_config)
         tree = {
             "num_assistant_tokens": num_assistant_tokens,
-            "assistant_tree_depth": 1,
+            "assistant_tree_depth": 8,
             "assistant_tree_top_k": 1 if is_chain else 2,
         }
         for name, value in tree.items():

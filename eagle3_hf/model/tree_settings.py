@@ -1,5 +1,7 @@
 """The size of a draft tree, as a head's `generation_config` holds it: names, defaults by device, the largest."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,6 +122,27 @@ def tree_settings(
         at_most and not deterministic,
         LOOKUP_LEVELS if lookup else None,
     )
+
+
+@contextmanager
+def measured_alone(draft: Any, target: PreTrainedModel) -> Iterator[None]:
+    """Let a head draft alone inside the block, with trees of a fixed size, so that its acceptance can be compared.
+
+    Args:
+        draft: The head. If it sets no number of nodes, its target's device decides.
+        target: The target.
+    """
+    config = draft.generation_config
+    kept = {name: getattr(config, name, None) for name in (*PAPER_TREE, "assistant_lookup")}
+    config.assistant_lookup = False
+    if kept["num_assistant_tokens"] in (None, "auto"):
+        for name, number in _tree_by_device(target).items():
+            setattr(config, name, number)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(config, name, value)
 
 
 def uses_lookup(draft: Any) -> bool:

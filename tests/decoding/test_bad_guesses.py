@@ -157,7 +157,7 @@ def useless() -> Eagle3DraftModel:
 def test_low_acceptance_warns_once(caplog):
     draft, target = useless(), target_of("llama")
     for _ in range(3):
-        target.generate(prompt(6), max_new_tokens=50, assistant_model=draft)
+        target.generate(prompt(6), max_new_tokens=50, assistant_model=draft, num_assistant_tokens=11)
     warnings = low_acceptance_warnings(caplog)
     assert len(warnings) == 1
     for words in ("0 drafts accepted", "first 64 rounds", "target_layer_ids", "[1, 2, 3]", "rope_parameters"):

@@ -225,7 +225,7 @@ def assert_same_chains(target, draft, inputs, seed=0, **kwargs):
     mine, theirs = getattr(ours, CACHE_KEY), getattr(vanilla, CACHE_KEY)
     for my_layer, their_layer in zip(mine.layers, theirs.layers, strict=True):
         for one, other in zip(tensors_of(my_layer), tensors_of(their_layer), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
     return ours, vanilla
 
 

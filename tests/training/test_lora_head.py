@@ -95,7 +95,14 @@ def test_decoding_with_adapters_merging_and_saving_as_a_head(target, tokenizer, 
     plain = target.generate(ids, **options)
 
     def rounds(draft) -> tuple[int, list[int]]:
-        output = target.generate(ids, assistant_model=draft, return_dict_in_generate=True, **options)
+        output = target.generate(
+            ids,
+            assistant_model=draft,
+            assistant_lookup=False,
+            num_assistant_tokens=11,
+            return_dict_in_generate=True,
+            **options,
+        )
         assert torch.equal(output.sequences, plain)
         return output.speculation.rounds, output.speculation.accepted
 

@@ -31,7 +31,13 @@ def test_tau_is_what_generate_says(target, tokenizer, rows, tmp_path):
     emitted = rounds = 0
     for ids in callback.prompts:
         output = target.generate(
-            ids[None], assistant_model=trainer.model, max_new_tokens=10, do_sample=False, return_dict_in_generate=True
+            ids[None],
+            assistant_model=trainer.model,
+            assistant_lookup=False,
+            num_assistant_tokens=11,
+            max_new_tokens=10,
+            do_sample=False,
+            return_dict_in_generate=True,
         )
         emitted, rounds = emitted + output.speculation.emitted, rounds + output.speculation.rounds
     assert metrics["eval_tau"] == pytest.approx(emitted / rounds)

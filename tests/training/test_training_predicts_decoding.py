@@ -177,6 +177,7 @@ def decoded(draft, target, texts: list[torch.Tensor], monkeypatch) -> list[list[
     config = draft.generation_config
     config.num_assistant_tokens = config.assistant_tree_depth = STEPS
     config.assistant_tree_top_k = 1
+    config.assistant_lookup = False
     rounds: list[int] = []
     record = SpeculationStats.record
 
