@@ -192,7 +192,8 @@ def _print_start(arguments: argparse.Namespace, benchmark: Any, names: dict[str,
 
     print(f"target {arguments.model} on {place_in_words(benchmark.target)}")
     for name, where in names.items():
-        print(f"{name}: {where} on {place_in_words(benchmark.heads[name])}")
+        if where != "lookup":
+            print(f"{name}: {where} on {place_in_words(benchmark.heads[name])}")
     done = f", of which {benchmark.num_complete} have been measured" if benchmark.num_complete else ""
     print(f"{benchmark.num_cells} turns{done}; answers are kept in {output}")
     if done and benchmark.num_complete == benchmark.num_cells:
