@@ -98,22 +98,19 @@ def tree_settings(
 ) -> TreeSettings:
     """The draft's own settings, with a call's number of nodes and lookup instead of its own when given.
 
-    Where the number of nodes is not set, or `"auto"`, the settings are the limits of what `sizing` chooses; limits
-    that are not set either depend on the target's device. With deterministic algorithms no clock may decide, so that
-    the size is fixed by the device then.
+    Where neither sets anything, the size is chosen by the target's device; where only some fields are set, the paper's
+    tree has the others. With `"auto"` for the number of nodes the settings are the limits of what `sizing` chooses,
+    except with deterministic algorithms, under which no clock may decide.
     """
     given = given_tree(draft.generation_config)
     if num_assistant_tokens is not None:
         given["num_assistant_tokens"] = num_assistant_tokens
-    at_most = given.get("num_assistant_tokens", "auto") == "auto"
+    at_most = given.get("num_assistant_tokens") == "auto"
     if at_most:
-        given.pop("num_assistant_tokens", None)
+        del given["num_assistant_tokens"]
     lookup = uses_lookup(draft) if assistant_lookup is None else _checked_lookup(assistant_lookup)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if not at_most or deterministic:
-        defaults = _tree_by_device(target) if at_most else PAPER_TREE
-    else:
-        defaults = _limits(target)
+    defaults = _limits(target) if at_most and not deterministic else PAPER_TREE if given else _tree_by_device(target)
     tree = {**defaults, **given}
     return TreeSettings(
         tree["num_assistant_tokens"],
@@ -135,7 +132,7 @@ def measured_alone(draft: Any, target: PreTrainedModel) -> Iterator[None]:
     config = draft.generation_config
     kept = {name: getattr(config, name, None) for name in (*PAPER_TREE, "assistant_lookup")}
     config.assistant_lookup = False
-    if kept["num_assistant_tokens"] in (None, "auto"):
+    if kept["num_assistant_tokens"] == "auto" or not given_tree(config):
         for name, number in _tree_by_device(target).items():
             setattr(config, name, number)
     try:

@@ -1,4 +1,4 @@
-"""The settings of a head's trees: limits by the device of the target where nothing is set; what is set is kept."""
+"""The tree of a head that has no tree settings: chosen at the call, by the device of the target; others are kept."""
 
 import copy
 
@@ -13,8 +13,7 @@ from support.families import prompt
 from support.heads import new_head, published, write_folder
 
 
-CPU, PAPER = TreeSettings(31, 8, 4, True, 16), TreeSettings(59, 8, 10, True, 16)
-FIXED = TreeSettings(59, 8, 10, lookup_levels=16)
+CPU, PAPER = TreeSettings(11, 3, 4, lookup_levels=16), TreeSettings(59, 8, 10, lookup_levels=16)
 # An accelerator's stand-in: weights that are not on a CPU.
 ELSEWHERE = "meta"
 
@@ -42,22 +41,22 @@ def verified(target, draft, **kwargs) -> int:
     return max(sizes[1:]) - 1  # without the prefill, and the root
 
 
-def test_a_head_without_settings_sizes_its_trees_within_limits_of_the_device(target, elsewhere):
+def test_a_head_without_settings_drafts_by_device(target, elsewhere):
     draft = new_draft(target, half=False)
     assert tree_settings(draft, target) == CPU
     assert tree_settings(draft, elsewhere) == PAPER
 
 
 def test_no_clock_decides_where_results_must_be_the_same(target, elsewhere):
-    draft = new_draft(target, half=False)
+    draft = set_tree(new_draft(target, half=False), ("auto", None, None))
     torch.use_deterministic_algorithms(True)
     try:
-        assert tree_settings(draft, target) == TreeSettings(11, 3, 4, lookup_levels=16)
-        assert tree_settings(draft, elsewhere) == FIXED
+        assert tree_settings(draft, target) == CPU
+        assert tree_settings(draft, elsewhere) == PAPER
         assert verified(target, draft, assistant_lookup=False) == 11
     finally:
         torch.use_deterministic_algorithms(False)
-    assert draft.generation_config.num_assistant_tokens is None, "a call leaves the head as it was"
+    assert draft.generation_config.num_assistant_tokens == "auto", "a call leaves the head as it was"
 
 
 def test_a_part_on_an_accelerator_is_enough(target):
@@ -70,20 +69,20 @@ def test_a_part_on_an_accelerator_is_enough(target):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ((59, 8, 10), FIXED),
+        ((59, 8, 10), PAPER),
         ((5, 5, 1), TreeSettings(5, 5, 1, lookup_levels=16)),
         ((20, None, None), TreeSettings(20, 8, 10, lookup_levels=16)),
+        ((None, None, 1), TreeSettings(59, 8, 1, lookup_levels=16)),
     ],
 )
 def test_what_is_set_is_kept_on_every_device(target, elsewhere, given, expected):
-    """Where the number of nodes is set, the other fields are the paper's, unless they are set too."""
+    """Where some fields are set, the others are the paper's."""
     draft = set_tree(new_draft(target), given)
     assert tree_settings(draft, target) == tree_settings(draft, elsewhere) == expected
 
 
-@pytest.mark.parametrize("number", [None, "auto"])
-def test_levels_and_children_alone_are_limits(target, elsewhere, number):
-    draft = set_tree(new_draft(target), (number, None, 1))
+def test_levels_and_children_are_limits_of_auto(target, elsewhere):
+    draft = set_tree(new_draft(target), ("auto", None, 1))
     assert tree_settings(draft, target) == TreeSettings(31, 8, 1, True, 16)
     assert tree_settings(draft, elsewhere) == TreeSettings(59, 8, 1, True, 16)
 
@@ -107,7 +106,7 @@ def test_published_heads_have_no_settings_and_saved_ones_keep_theirs(target, els
     head.save_pretrained(tmp_path / "unset")
     assert tree_settings(Eagle3DraftModel.from_pretrained(tmp_path / "unset"), elsewhere) == PAPER
     set_tree(head, (59, 8, 10)).save_pretrained(tmp_path / "set")
-    assert tree_settings(Eagle3DraftModel.from_pretrained(tmp_path / "set"), target) == FIXED
+    assert tree_settings(Eagle3DraftModel.from_pretrained(tmp_path / "set"), target) == PAPER
     head.generation_config.assistant_lookup = False
     head.save_pretrained(tmp_path / "off")
     assert tree_settings(Eagle3DraftModel.from_pretrained(tmp_path / "off"), target) == TreeSettings(59, 8, 10)
@@ -116,8 +115,8 @@ def test_published_heads_have_no_settings_and_saved_ones_keep_theirs(target, els
 def test_a_report_tells_a_default_from_a_setting(target):
     heads = {"head": new_draft(target)}
     column = Column("head", "head")
-    assert tree_in_words(column, heads, target) == ("auto/8/4 (the default on cpu)", False)
+    assert tree_in_words(column, heads, target) == ("11/3/4 (the default on cpu)", False)
     assert tree_in_words(Column("wide", "head", parse_tree("15/4/4")), heads, target) == ("15/4/4", False)
     assert tree_in_words(Column("chain", "head", parse_tree("5/5/1")), heads, target) == ("5/5/1", True)
     assert tree_in_words(Column("auto", "head", parse_tree("auto/4/4")), heads, target) == ("auto/4/4", False)
-    assert tree_in_words(column, heads, target) == ("auto/8/4 (the default on cpu)", False)
+    assert tree_in_words(column, heads, target) == ("11/3/4 (the default on cpu)", False)

@@ -7,6 +7,9 @@ from statistics import median
 
 
 _KEPT = 7  # measurements of each size, so that the median ignores disturbed ones
+# Measurements of all sizes after which one is forgotten. A size that looked dear while the machine did other work is
+# otherwise never tried again.
+_AGE = 64
 _ENOUGH = 3  # of them, to need no others
 _NARROW = 1.5  # how fast a measurement's weight falls with the distance in octaves
 
@@ -26,6 +29,8 @@ class Curve:
         self._shape = shape
         self._scale = scale
         self._ratios: dict[int, deque[float]] = {}
+        self._newest: dict[int, int] = {}  # size -> number of its newest measurement
+        self._count = 0
         self._estimates: dict[int, float] = {}
 
     @property
@@ -38,7 +43,12 @@ class Curve:
 
     def add(self, size: int, seconds: float) -> None:
         """Add a measurement."""
+        self._count += 1
         self._ratios.setdefault(size, deque(maxlen=_KEPT)).append(seconds / self._shape(size))
+        self._newest[size] = self._count
+        for other in [other for other, newest in list(self._newest.items()) if self._count - newest > _AGE]:
+            self._ratios.pop(other, None)
+            self._newest.pop(other, None)
         self._estimates.clear()
 
     def seconds(self, size: int) -> float:
@@ -72,6 +82,7 @@ class Curve:
         curve = Curve(self._shape, self._scale)
         for size, ratios in list(self._ratios.items()):
             curve._ratios[size] = deque([median(ratios)], _KEPT)
+            curve._newest[size] = 0
         return curve
 
 
@@ -91,6 +102,10 @@ class LevelCosts:
     def add(self, levels: int, seconds: float) -> None:
         """Add a measurement."""
         self._kept.setdefault(levels, deque(maxlen=_KEPT)).append(seconds)
+
+    def forget(self) -> None:
+        """Forget all measurements."""
+        self._kept.clear()
 
     def another(self, levels: int, unit: float) -> float:
         """Return the seconds of one more level than `levels`; feeding the head is part of the first one.

@@ -42,7 +42,7 @@ _FEW = 3  # measurements of plain steps that are taken in any case
 _LOWEST, _AGAIN, _GREATEST = -1.5, -0.5, 3.0
 _FIRST_BALANCE = -0.5
 _KNOWN = 16  # rounds of the head, after which it is known
-_FIRST_PAUSE, _LONGEST_PAUSE = 48, 512  # steps without the head, doubled each time
+_FIRST_PAUSE, _LONGEST_PAUSE = 48, 192  # steps without the head, doubled each time
 _LEAST_VALUE = 0.01  # nodes that are accepted less often are not even looked at
 
 
@@ -347,6 +347,7 @@ class TreeSizer:
                 )
             self._was_off = True
             self._balance = _AGAIN
+            self._draft.forget()  # they may have been disturbed
             self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
 
 
