@@ -284,6 +284,7 @@ def interrupted(family: str, kind: str, rows: int, where: str) -> tuple[Any, int
         if len(calls) == (3 if where == "forward" else 7):
             raise KeyboardInterrupt
 
+    capability_of(target)  # else the call begins with the target's trial, which would be interrupted
     handle = module.register_forward_pre_hook(interrupt)
     try:
         # Without a trial of that hook, which would be interrupted.
