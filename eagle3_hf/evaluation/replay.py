@@ -185,25 +185,12 @@ class ReplayResult:
     @classmethod
     def total(cls, task: str, results: Sequence["ReplayResult"]) -> "ReplayResult":
         """Return the sum of several results."""
-        whole = cls(task)
+        whole = cls(task, SpeculationStats.total(one.stats for one in results))
         for one in results:
-            stats, own = whole.stats, one.stats
-            stats.rounds += own.rounds
-            stats.emitted += own.emitted
-            stats.draft_seconds += own.draft_seconds
-            stats.verify_seconds += own.verify_seconds
-            stats.other_seconds += own.other_seconds
-            stats.reached = _added(stats.reached, own.reached)
-            stats.accepted = _added(stats.accepted, own.accepted)
             whole.nodes += one.nodes
             whole.levels += one.levels
             whole.plain_seconds += one.plain_seconds
         return whole
-
-
-def _added(one: list[int], other: list[int]) -> list[int]:
-    size = max(len(one), len(other))
-    return [(one[i] if i < len(one) else 0) + (other[i] if i < len(other) else 0) for i in range(size)]
 
 
 class Replay:

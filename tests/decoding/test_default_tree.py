@@ -1,6 +1,7 @@
 """The tree of a head that has no tree settings: chosen at the call, by the device of the target; others are kept."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -28,6 +29,25 @@ def elsewhere():
     return copy.deepcopy(target_of("llama")).to(ELSEWHERE)
 
 
+@pytest.fixture
+def said():
+    """What the library says at level info, as if nothing had been said before."""
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    lines: list[str] = []
+    handler, logger = Lines(logging.INFO), logging.getLogger("eagle3_hf.model.tree_settings")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logging.Logger.info_once.cache_clear()
+    yield lines
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
 def verified(target, draft, **kwargs) -> int:
     """The most nodes that a pass of the target checked; the text is compared with the plain one."""
     sizes = []
@@ -41,10 +61,26 @@ def verified(target, draft, **kwargs) -> int:
     return max(sizes[1:]) - 1  # without the prefill, and the root
 
 
-def test_a_head_without_settings_drafts_by_device(target, elsewhere):
+def test_a_head_without_settings_drafts_by_device(target, elsewhere, said):
     draft = new_draft(target, half=False)
     assert tree_settings(draft, target) == CPU
     assert tree_settings(draft, elsewhere) == PAPER
+    assert [line.split(":")[0] for line in said] == [
+        "The draft head has no tree settings and its target is on a CPU",
+        "The draft head has no tree settings and its target is on an accelerator",
+    ]
+    assert "drafts 11 / 3 / 4 (nodes / levels / children)" in said[0]
+    assert "drafts 59 / 8 / 10 (nodes / levels / children)" in said[1]
+
+
+def test_a_call_drafts_the_default_and_says_so_once(target, said):
+    draft = new_draft(target, half=False)
+    draft.generation_config.assistant_lookup = False
+    assert verified(target, draft) == 11
+    assert len(draft.stats.reached) == 3
+    verified(target, draft)
+    assert len(said) == 1
+    assert draft.generation_config.num_assistant_tokens is None, "a call leaves the head as it was"
 
 
 def test_no_clock_decides_where_results_must_be_the_same(target, elsewhere):
@@ -75,10 +111,11 @@ def test_a_part_on_an_accelerator_is_enough(target):
         ((None, None, 1), TreeSettings(59, 8, 1, lookup_levels=16)),
     ],
 )
-def test_what_is_set_is_kept_on_every_device(target, elsewhere, given, expected):
+def test_what_is_set_is_kept_on_every_device(target, elsewhere, given, expected, said):
     """Where some fields are set, the others are the paper's."""
     draft = set_tree(new_draft(target), given)
     assert tree_settings(draft, target) == tree_settings(draft, elsewhere) == expected
+    assert not said
 
 
 def test_levels_and_children_are_limits_of_auto(target, elsewhere):

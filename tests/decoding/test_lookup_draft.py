@@ -88,7 +88,7 @@ def test_a_head_and_lookup_find_more_than_the_head(mode):
         assert both.tau > alone.tau
 
 
-def test_where_lookup_may_be_set(tmp_path):
+def test_where_lookup_may_be_set():
     target, draft = target_of("llama"), set_tree(new_draft(target_of("llama"), half=False), "cpu")
     ids = repeating()
     plain = target.generate(ids, max_new_tokens=8)

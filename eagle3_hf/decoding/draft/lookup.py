@@ -17,7 +17,8 @@ _OCCURRENCES = 8
 # SmolLM2-135M-Instruct on questions of five tasks), and the number of tokens that this prior counts for.
 _PRIOR_HITS = (0.18, 0.51, 0.64, 0.71, 0.80, 0.80, 0.80, 0.90)
 _PRIOR_WEIGHT = 8.0
-# The same for a second, different guess of equal length, where the first one was wrong.
+# What a second, different guess of equal length is believed to be, where the first one was wrong. Not measured: rounds
+# learn it soon.
 _PRIOR_SECOND = 0.15
 
 

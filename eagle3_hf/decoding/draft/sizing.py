@@ -36,7 +36,6 @@ _RECENT = 64  # rounds, after which older ones count half as much in what is lea
 _RATE_ROUNDS = 32.0  # rounds over which the rate is averaged
 _FIRST_RATE = 1.5  # the rate that is believed at first, in plain steps
 _PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew while drafting gains little
-_FEW = 3  # measurements of plain steps that are taken in any case
 # Balance of the head, in plain steps a sequence: what its nodes gave, less what they cost. At the lowest one the head
 # is left out. It starts again a little above, and never holds more than the greatest.
 _LOWEST, _AGAIN, _GREATEST = -1.5, -0.5, 3.0
