@@ -369,7 +369,7 @@ FREE = [
     {"bad_words_ids": [[5], [17, 3], [250]], "suppress_tokens": list(range(100, 150))},
     {"begin_suppress_tokens": list(range(100, 320)), "forced_bos_token_id": 9},
     {"forced_eos_token_id": 9, "renormalize_logits": True},
-    {"sequence_bias": [[[8], -5.0], [[9, 11], 4.0], [[30], 6.0]], "remove_invalid_values": True},
+    {"sequence_bias": [[[8], -5.0], [[9, 11], 4.0], [[30], 2.0]], "remove_invalid_values": True},
 ]
 
 
