@@ -1,67 +1,115 @@
-"""Seconds by size: medians, and what is believed between and beyond the measured sizes."""
+"""Costs in plain steps: what rounds beside each other tell, however fast the machine happens to be."""
+
+import math
+import random
 
 import pytest
 
-from eagle3_hf.decoding.draft.costs import Curve, LevelCosts
+from eagle3_hf.decoding.draft.costs import DraftCosts, VerifyCosts
 
 
-def test_nothing_is_known_before_the_first_measurement():
-    curve = Curve(lambda size: 1.0 + size)
-    assert not curve.is_known
-    with pytest.raises(ValueError, match="no measurement"):
-        curve.seconds(3)
-    assert Curve(lambda size: 1.0 + size, scale=2.0).seconds(3) == 8.0
+def expected(nodes: int) -> float:
+    return 1.0 + 0.02 * nodes
 
 
-def test_one_measurement_scales_the_shape():
-    curve = Curve(lambda size: 1.0 + size)
-    curve.add(1, 20.0)
-    assert curve.is_known
-    assert [curve.seconds(size) for size in (0, 1, 9)] == pytest.approx([10.0, 20.0, 100.0])
+def true(nodes: int) -> float:
+    """Dearer than expected, most of all the first nodes."""
+    return 1.0 + (0.4 if nodes else 0.0) + 0.05 * nodes
 
 
-def test_a_disturbed_measurement_is_ignored():
-    curve = Curve(lambda size: 1.0)
-    for seconds in (1.0, 9.0, 1.1):
-        curve.add(4, seconds)
-    assert curve.seconds(4) == pytest.approx(1.1)
-    assert curve.count(4) == 3
+def speeds(rng: random.Random):
+    """A machine that is slower by another factor for a while, again and again."""
+    while True:
+        factor = math.exp(rng.uniform(-1.5, 1.5))
+        for _ in range(rng.randint(5, 60)):
+            yield factor
 
 
-def test_nearby_measurements_count_more():
-    curve = Curve(lambda size: 1.0)
-    for _ in range(7):
-        curve.add(0, 1.0)
-        curve.add(31, 3.0)
-    estimates = [curve.seconds(size) for size in (0, 1, 7, 15, 31, 63)]
-    assert estimates[:-1] == sorted(estimates[:-1])
-    assert estimates[0] == 1.0
-    assert estimates[-2] == 3.0
-    assert estimates[-1] > 2.9
+def test_what_is_not_measured_is_as_expected():
+    costs = VerifyCosts(expected)
+    assert not costs.is_known
+    assert [costs.of(nodes) for nodes in (0, 1, 63)] == [expected(nodes) for nodes in (0, 1, 63)]
+    costs.add(0, 7.0)
+    assert costs.is_known
+    assert costs.of(9) == expected(9), "one round alone tells no ratio"
 
 
-def test_old_measurements_are_forgotten_and_a_copy_keeps_one_of_each():
-    curve = Curve(lambda size: 1.0)
-    for seconds in [5.0] * 7 + [2.0] * 7:
-        curve.add(3, seconds)
-    assert curve.seconds(3) == pytest.approx(2.0)
-    copy = curve.like()
-    assert copy.count(3) == 1
-    assert copy.seconds(3) == pytest.approx(2.0)
-    copy.add(3, 8.0)
-    assert curve.seconds(3) == pytest.approx(2.0), "the copy is its own"
+def test_one_pair_tells_most():
+    costs = VerifyCosts(expected)
+    costs.add(0, 2.0)
+    costs.add(7, 2.0 * true(7))
+    assert costs.of(7) == pytest.approx(true(7), rel=0.15)
+    assert costs.of(6) > 1.3 * expected(6), "neighbours are like it"
+    assert costs.of(0) == 1.0, "the unit"
 
 
-def test_a_further_level_costs_what_neighbours_tell():
-    costs = LevelCosts(3.0, 2.0)
-    assert costs.another(0, 2.0) == 6.0, "nothing is measured yet"
-    assert costs.another(4, 2.0) == 4.0
-    costs.add(1, 30.0)
-    assert costs.another(0, 2.0) == pytest.approx(30.0)
-    assert costs.another(1, 2.0) == pytest.approx(20.0), "in the proportion that is expected"
-    costs.add(3, 80.0)
-    assert costs.another(1, 2.0) == pytest.approx(25.0)
-    assert costs.another(5, 2.0) == pytest.approx(25.0)
-    costs.add(4, 100.0)
-    assert costs.another(3, 2.0) == pytest.approx(20.0)
-    assert costs.another(0, 2.0) == pytest.approx(30.0)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_machine_that_changes_speed_misleads_nobody(noise, seed):
+    rng = random.Random(seed)
+    costs = VerifyCosts(expected)
+    for speed, _ in zip(speeds(rng), range(300), strict=False):
+        nodes = rng.choice([0, 1, 2, 3, 5, 7, 11, 15, 23, 31])
+        disturbed = rng.uniform(2, 8) if rng.random() < 0.05 else 1.0
+        costs.add(nodes, speed * true(nodes) * disturbed * math.exp(rng.gauss(0, noise)))
+    for nodes in (1, 3, 7, 15, 31):
+        assert costs.of(nodes) == pytest.approx(true(nodes), rel=0.05 + 3 * noise)
+
+
+def test_costs_that_change_are_learnt_anew():
+    costs = VerifyCosts(expected)
+    for cost in (true, expected):
+        for _ in range(40):
+            for nodes in (0, 7, 3):
+                costs.add(nodes, cost(nodes))
+        assert costs.of(7) == pytest.approx(cost(7), rel=0.03)
+
+
+def test_a_copy_begins_with_what_is_known_and_is_its_own():
+    costs = VerifyCosts(expected)
+    for _ in range(20):
+        for nodes in (0, 7, 3):
+            costs.add(nodes, true(nodes))
+    copy = costs.like()
+    assert copy.is_known
+    assert copy.of(7) == pytest.approx(costs.of(7), rel=1e-3)
+    before = costs.of(7)
+    for _ in range(60):
+        for nodes in (0, 7):
+            copy.add(nodes, expected(nodes))
+    assert copy.of(7) == pytest.approx(expected(7), rel=0.05)
+    assert costs.of(7) == before
+
+
+@pytest.mark.parametrize("state", [[], [0.0] * 6, [0.1] * 7, [0.0] + [9.0] * 6, [0.0] + [math.nan] * 6, "abc", None])
+def test_a_damaged_state_is_rejected(state):
+    with pytest.raises((ValueError, TypeError)):
+        VerifyCosts(expected).restore(state)
+
+
+def test_a_further_level_costs_what_the_last_rounds_tell():
+    costs = DraftCosts(0.3, 0.2)
+    assert (costs.another(0), costs.another(4)) == (0.3, 0.2), "nothing is measured yet"
+    costs.add(1, 0.6)
+    assert costs.another(0) == pytest.approx(0.6)
+    assert costs.another(1) == pytest.approx(0.4), "in the proportion that is expected"
+    for _ in range(6):
+        for levels in (1, 3, 4):
+            costs.add(levels, 0.5 + 0.1 * (levels - 1))
+    assert costs.another(0) == pytest.approx(0.5)
+    assert costs.another(2) == pytest.approx(0.1)
+    costs.add(8, 20.0)
+    assert costs.another(2) == pytest.approx(0.1, rel=0.05), "one disturbed round"
+
+
+def test_costs_of_drafting_are_restored_as_what_is_expected():
+    costs, other = DraftCosts(0.3, 0.2), DraftCosts(0.3, 0.2)
+    assert costs.state() == []
+    other.restore([])
+    assert other.another(0) == 0.3
+    costs.add(1, 0.6)
+    other.restore(costs.state())
+    assert [other.another(level) for level in (0, 1)] == pytest.approx([0.6, 0.4])
+    for damaged in ([1.0], [0.0, 1.0], [-1.0, 0.1], [1.0, math.nan], "ab"):
+        with pytest.raises((ValueError, TypeError)):
+            other.restore(damaged)

@@ -145,9 +145,49 @@ def test_no_fixed_size_is_faster_on_any_machine(name, noise):
     seconds, _ = decode(sizer, lambda step: machine, steps, batch, noise=noise)
     # Where levels are chosen ahead, easy and hard places get the same number. Where the best size gains 3 % over plain
     # steps, as in the large batch, it may not be found.
-    bound = 1.02 + 0.08 * (shape is ACCELERATOR) + 0.03 * (batch > 1) + 0.06 * (noise > 0)
+    bound = 1.02 + 0.06 * (shape is ACCELERATOR) + 0.03 * (batch > 1) + 0.02 * (noise > 0)
     assert seconds < bound * best_fixed(lambda step: machine, steps, batch, noise=noise)
     assert seconds * 0.97 < steps * machine.verify(0) * (1 + noise / 2), "plain decoding is never lost"
+
+
+def disturbed(name: str, seed: int, together: bool) -> Callable[[int], Machine]:
+    """A machine on which others run for a while, again and again, besides single disturbed rounds.
+
+    Args:
+        name: The machine when it is quiet.
+        seed: Of its moods.
+        together: Whether both models become slower by the same factor.
+    """
+    machine, rng = MACHINES[name][0], random.Random(seed)
+    factors: list[tuple[float, float]] = []
+    while len(factors) < 10_000:
+        slower = (
+            (1.0, 1.0) if rng.random() < 0.6 else (3.0, 3.0) if together else (rng.uniform(1, 4), rng.uniform(1, 6))
+        )
+        factors += [slower] * (5 + int(rng.expovariate(0.01)))
+
+    def at(step: int) -> Machine:
+        verify, draft = (
+            factor * (1 + rng.expovariate(10)) * (rng.uniform(2, 7) if rng.random() < 0.03 else 1.0)
+            for factor in factors[step]
+        )
+        return Machine(lambda nodes: machine.verify(nodes) * verify, lambda levels: machine.draft(levels) * draft)
+
+    return at
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["all slower", "each by another factor"])
+@pytest.mark.parametrize("name", ["cpu", "graphs", "moe"])
+def test_a_machine_that_does_other_work_misleads_nobody(name, together):
+    _, shape, batch = MACHINES[name]
+    ratios = []
+    for seed in range(2):
+        sizer = TreeSizer(LIMITS, batch, shape, waits=shape is CPU)
+        seconds, _ = decode(sizer, disturbed(name, seed, together), 1500, seed=seed)
+        fixed = Fixed(LIMITS)
+        best = min(decode(fixed, disturbed(name, seed, together), 1500, seed=seed)[0] for fixed.levels in (0, 2, 4, 6))
+        ratios.append(seconds / best)
+    assert sum(ratios) / 2 < (1.0 if name == "cpu" else 1.15)
 
 
 @pytest.mark.parametrize("name", ["cpu", "eager", "graphs", "moe"])
@@ -155,7 +195,8 @@ def test_a_head_that_is_sure_and_wrong_costs_a_first_short_call_little(name):
     machine, shape, batch = MACHINES[name]
     sizer = TreeSizer(LIMITS, batch, shape, waits=shape is CPU)
     seconds, sizes = decode(sizer, lambda step: machine, 64, wrong=lambda step: True)
-    assert seconds * 0.95 < 64 * machine.verify(0)
+    # The first trees of a target with experts cost more than any shape expects.
+    assert seconds * (0.93 if name == "moe" else 0.97) < 64 * machine.verify(0)
     seconds, sizes = decode(sizer, lambda step: machine, 2000, wrong=lambda step: True)
     assert seconds * 0.97 < 2000 * machine.verify(0), "nor later ones"
     assert sum(map(bool, sizes)) > 3, "it is tried again"
@@ -239,7 +280,7 @@ def test_whatever_sizes_the_text_is_the_same(family, lengths, mode, monkeypatch)
     rng, chosen = random.Random(1), []
 
     def anything(self, depth, context):
-        self._here = self._curve_at(context)
+        self._here = self._costs_at(context)
         return Plan(rng.randint(0, depth and min(depth, 8)), rng.choice([0, 5, 31]))
 
     def some(self, candidates):
@@ -272,8 +313,8 @@ def test_a_call_that_decides_for_itself(lengths, mode, monkeypatch):
         for handle in handles:
             handle.remove()
     (sizer,) = sizing._found[draft][target].values()
-    assert sizer._here.seconds(0) == pytest.approx(1.0, abs=0.05)
-    assert sizer._draft.another(1, 1.0) == pytest.approx(0.1, abs=0.02)
+    assert sizer._here.of(7) == pytest.approx(1.0, abs=0.25), "as far as so few rounds tell"
+    assert sizer._draft.another(1) == pytest.approx(0.1, abs=0.02)
 
 
 def test_auto_in_a_call_and_an_int_over_auto():
@@ -324,7 +365,7 @@ def test_features_do_not_pile_up_in_a_pause(lengths, pause, mode, monkeypatch):
     rounds = iter(range(10**6))
 
     def pause_after_two_rounds(self, depth, context):
-        self._here = self._curve_at(context)
+        self._here = self._costs_at(context)
         return Plan(0, 0) if 2 <= next(rounds) % 40 < 2 + pause else Plan(min(depth, 3), 11)
 
     def count(self, *args, **kwargs):

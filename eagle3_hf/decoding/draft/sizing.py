@@ -2,13 +2,15 @@
 
 A drafted node is worth the probability that it is accepted, and costs the time by which it prolongs the verification.
 A level of the head's tree costs a forward of the head. Both are compared at the rate at which this call has turned
-seconds into tokens so far: of all trees, the one with the greatest `tokens - rate * seconds` makes the whole text come
+time into tokens so far: of all trees, the one with the greatest `tokens - rate * time` makes the whole text come
 soonest. So a round keeps the `n` best nodes that maximise this, and the head grows another level while what its
 frontier promises exceeds the level's cost. `n = 0` is a plain step.
 
-Probabilities are those of the head and of the lookup source, corrected level by level by what was accepted. Seconds
-are measured (see `costs.py`). If the head's own nodes have cost more than they gave, it is left out for a while, and
-only lookup goes on. The text does not depend on any of this. Seconds are passed in, so that tests need no clock.
+Probabilities are those of the head and of the lookup source, corrected level by level by what was accepted. All times
+are in plain steps: how many of them a tree costs is measured (see `costs.py`), but not how long one takes, so that a
+machine that is slower for a while changes nothing. If the head's own nodes have cost more than they gave, it is left
+out for a while, and only lookup goes on. The text does not depend on any of this. Seconds are passed in, so that tests
+need no clock.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,7 +22,7 @@ import torch
 
 from ...model.tree_settings import TreeSettings
 from ...utils.logging import get_logger
-from .costs import Curve, LevelCosts
+from .costs import DraftCosts, VerifyCosts
 from .mixture import HEAD, Candidates
 
 
@@ -36,24 +38,27 @@ _RECENT = 64  # rounds, after which older ones count half as much in what is lea
 _RATE_ROUNDS = 32.0  # rounds over which the rate is averaged
 _FIRST_RATE = 1.5  # the rate that is believed at first, in plain steps
 _PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew while drafting gains little
+# Where trees seem to cost so much more than expected, plain steps are measured anew after fewer rounds, until so many
+# pairs of rounds tell.
+_UNEXPECTED, _PLAIN_SOON, _PLAIN_PAIRS = 1.15, 6, 8
 # Balance of the head, in plain steps a sequence: what its nodes gave, less what they cost. At the lowest one the head
 # is left out. It starts again a little above, and never holds more than the greatest.
 _LOWEST, _AGAIN, _GREATEST = -1.5, -0.5, 3.0
 _FIRST_BALANCE = -0.5
 _KNOWN = 16  # rounds of the head, after which it is known
-_FIRST_PAUSE, _LONGEST_PAUSE = 48, 192  # steps without the head, doubled each time
+_FIRST_PAUSE, _LONGEST_PAUSE = 64, 192  # steps without the head, doubled each time
 _LEAST_VALUE = 0.01  # nodes that are accepted less often are not even looked at
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The expected seconds of a round in plain steps of one sequence, until they are measured.
+    """The expected costs of a round in plain steps of one sequence, until they are measured.
 
     Attributes:
-        tokens: Seconds of a target forward, by number of tokens (ascending), relative to one token.
+        tokens: Cost of a target forward, by number of tokens (ascending), relative to one token.
         tree: What a mask adds to a forward with drafted nodes.
-        draft: Seconds of feeding the head and growing one level.
-        level: Seconds of each further level.
+        draft: Cost of feeding the head and growing one level.
+        level: Cost of each further level.
     """
 
     tokens: tuple[tuple[int, float], ...]
@@ -62,7 +67,7 @@ class Shape:
     level: float
 
     def forward(self, count: int) -> float:
-        """Return the seconds of a target forward over `count` tokens: linear between the known numbers."""
+        """Return the cost of a target forward over `count` tokens: linear between the known numbers."""
         (low, first), *others = self.tokens
         for high, last in others:
             slope = (last - first) / (high - low)
@@ -153,16 +158,18 @@ class TreeSizer:
         self._verify_shape = lambda nodes: (
             shape.forward(batch_size * (nodes + 1)) / alone + (shape.tree if nodes else 0.0)
         )
-        self._curves: dict[int, Curve] = {}
-        self._here = Curve(self._verify_shape)
-        self._draft = LevelCosts(shape.draft, shape.level)
+        self._verify: dict[int, VerifyCosts] = {}  # by order of magnitude of the context
+        self._here = VerifyCosts(self._verify_shape)
+        self._draft = DraftCosts(shape.draft, shape.level)
         reach = limits.reach + 1
         self._predicted, self._right = [0.0] * reach, [0.0] * reach  # by level, 1 for children of the root
         self._corrections = self._new_corrections()
         # By number of levels: probability on the frontier, and what a further level gave.
         self._masses, self._gains = [0.0] * (limits.depth + 1), [0.0] * (limits.depth + 1)
         self._mean_masses = [0.9 * 0.75**level for level in range(limits.depth + 1)]
-        self._tokens = self._seconds = 0.0
+        # Tokens and costs of the last rounds.
+        self._costs = _RATE_ROUNDS / 4
+        self._tokens = self._costs * _FIRST_RATE * batch_size
         self._rounds = self._since_plain = 0
         self._balance, self._left, self._pause, self._judged = _FIRST_BALANCE, 0, _FIRST_PAUSE, 0
         self._was_off = False
@@ -176,7 +183,7 @@ class TreeSizer:
             depth: The deepest level that can still be used.
             context: Number of tokens before the round.
         """
-        self._here = self._curve_at(context)
+        self._here = self._costs_at(context)
         self._corrections = self._new_corrections()
         if not self._here.is_known or self._wants_plain():
             return Plan(0, 0)
@@ -203,12 +210,12 @@ class TreeSizer:
         """Return how many of the best nodes of each sequence to verify."""
         rate, best, most = self._rate(), 0, 0.0
         longest = max((len(each.tokens) for each in candidates), default=0)
-        fixed, promised = self._here.seconds(0), 0.0
+        promised = 0.0
         for count in range(1, longest + 1):
             for each in candidates:
                 if count <= len(each.values):
                     promised += each.values[count - 1] * self._corrections[each.depths[count - 1]]
-            gain = promised - rate * (self._here.seconds(count) - fixed)
+            gain = promised - rate * (self._here.of(count) - 1.0)
             if gain > most:
                 best, most = count, gain
         return best
@@ -226,10 +233,9 @@ class TreeSizer:
         self._here.add(nodes, verify)
         self._since_plain = self._since_plain + 1 if nodes else 0
         self._rounds += 1
-        if proposal.levels and proposal.num_fed <= self._limits.reach + 1:
-            self._draft.add(proposal.levels, draft)
-        tokens = sum(len(path) for path in paths.values())
-        self._learn_rate(tokens, draft + verify)
+        if proposal.levels and proposal.num_fed <= self._limits.reach + 1 and verify > 0:
+            self._draft.add(proposal.levels, draft * self._here.of(nodes) / verify)
+        self._learn_rate(sum(len(path) for path in paths.values()), self._drafting(proposal) + self._here.of(nodes))
         if self._rounds % _RECENT == 0:
             self._forget()
         for index, candidates in proposal.candidates.items():
@@ -240,30 +246,37 @@ class TreeSizer:
 
     # ----- what is learnt -------------------------------------------------------------------------------------------
 
-    def _curve_at(self, context: int) -> Curve:
+    def _costs_at(self, context: int) -> VerifyCosts:
         """Return the costs at contexts of this order of magnitude, which begin like the nearest ones."""
         magnitude = context.bit_length()
-        if magnitude not in self._curves:
-            near = min(self._curves, key=lambda other: abs(other - magnitude), default=None)
-            self._curves[magnitude] = Curve(self._verify_shape) if near is None else self._curves[near].like()
-        return self._curves[magnitude]
+        if magnitude not in self._verify:
+            near = min(self._verify, key=lambda other: abs(other - magnitude), default=None)
+            self._verify[magnitude] = VerifyCosts(self._verify_shape) if near is None else self._verify[near].like()
+        return self._verify[magnitude]
 
     def _wants_plain(self) -> bool:
         """Whether to measure a plain step, to which drafting is compared."""
+        if self._since_plain >= _PLAIN_SOON and self._here.num_plain < _PLAIN_PAIRS and self._is_unexpected():
+            return True
         return self._since_plain >= _PLAIN_AGAIN and self._balance < _GREATEST
 
-    def _learn_rate(self, tokens: int, seconds: float) -> None:
-        if not self._seconds:
-            plain = self._here.seconds(0)
-            self._seconds, self._tokens = _RATE_ROUNDS / 4 * plain, _RATE_ROUNDS / 4 * _FIRST_RATE * self._batch
+    def _is_unexpected(self) -> bool:
+        """Whether trees cost much more than expected, as far as it is known."""
+        nodes = self._limits.depth
+        return self._here.of(nodes) > _UNEXPECTED * self._verify_shape(nodes)
+
+    def _learn_rate(self, tokens: int, cost: float) -> None:
         kept = 1 - 1 / _RATE_ROUNDS
-        self._seconds = self._seconds * kept + seconds
+        self._costs = self._costs * kept + cost
         self._tokens = self._tokens * kept + tokens
 
     def _rate(self) -> float:
-        """Return tokens per second of all sequences; at least those of plain decoding."""
-        plain = self._batch / self._here.seconds(0)
-        return max(plain, self._tokens / self._seconds) if self._seconds else plain
+        """Return tokens per plain step of all sequences; at least those of plain decoding."""
+        return max(float(self._batch), self._tokens / self._costs)
+
+    def _drafting(self, proposal: Proposal) -> float:
+        """Return the expected cost of a round's drafting. The round's own may hold the feeding of a whole prompt."""
+        return sum(map(self._draft.another, range(proposal.levels)))
 
     def _new_corrections(self) -> list[float]:
         """Return by level by how much more often nodes are accepted than their values say."""
@@ -284,7 +297,7 @@ class TreeSizer:
     def _learn_levels(self, proposal: Proposal) -> None:
         """Compare what the frontiers of the levels promised with what the next levels gave, less its cost."""
         rate, kept = self._rate(), proposal.num_nodes
-        price = rate * (self._here.seconds(kept) - self._here.seconds(max(0, kept - 1)))
+        price = rate * (self._here.of(kept) - self._here.of(max(0, kept - 1)))
         gave = [0.0] * (proposal.levels + 2)
         for each in proposal.candidates.values():
             for value, depth, source in zip(each.values[:kept], each.depths, each.sources, strict=False):
@@ -299,11 +312,7 @@ class TreeSizer:
         share = _KEPT_SHARE
         for nearer in range(1, level + 1):  # each level is believed to be like the one above it
             share = (self._gains[nearer] + _KEPT_PRIOR * share) / (self._masses[nearer] + _KEPT_PRIOR)
-        return mass * self._corrections[1] * share > self._rate() * self._level_seconds(level)
-
-    def _level_seconds(self, level: int) -> float:
-        """Return the seconds of one more level than `level`; feeding the head is part of the first one."""
-        return self._draft.another(level, self._here.seconds(0))
+        return mass * self._corrections[1] * share > self._rate() * self._draft.another(level)
 
     def _levels_ahead(self, most: int) -> int:
         """Return the number of levels that pay by the frontiers of earlier rounds."""
@@ -320,7 +329,7 @@ class TreeSizer:
 
     def _weigh_head(self, proposal: Proposal, paths: dict[int, list[int]]) -> None:
         """Add what the head's nodes gave in a round to the balance, less what they cost. If too low, leave it out."""
-        plain, kept = self._here.seconds(0), proposal.num_nodes
+        kept = proposal.num_nodes
         self._judged += 1
         gained, most_others = 0.0, 0
         for index, each in proposal.candidates.items():
@@ -331,11 +340,9 @@ class TreeSizer:
             # A head that is known is judged halfway by what was to be expected, so that luck alone does not decide.
             gained += came if self._judged < _KNOWN else (came + expected) / 2
             most_others = max(most_others, kept - sum(owed))
-        # Not the seconds of this very round: its head may have been fed a whole prompt.
-        draft = sum(map(self._level_seconds, range(proposal.levels)))
-        cost = draft + max(0.0, self._here.seconds(kept) - self._here.seconds(most_others))
+        cost = self._drafting(proposal) + max(0.0, self._here.of(kept) - self._here.of(most_others))
         active = max(1, len(proposal.candidates))
-        self._balance = min(_GREATEST, self._balance + gained / active - cost / plain)
+        self._balance = min(_GREATEST, self._balance + gained / active - cost)
         if self._balance > 0:
             self._pause, self._was_off = _FIRST_PAUSE, False
         elif self._balance < _LOWEST:
