@@ -176,7 +176,7 @@ def put_elsewhere(case) -> None:
             _touch(case, (where,), config.get(where))
             config[where] = {}
             if where == "transformer_layer_config":  # now a file of speculators, which counts layers in its own way
-                case.touched.add("target_layer_ids")
+                case.touched.update({"target_layer_ids", "guessed_layer_ids"})
         place = config[where]
     else:
         place = config
