@@ -16,7 +16,7 @@ from huggingface_hub import CardData, ModelCard, ModelCardData
 from transformers import GenerationConfig
 
 from ..model.configuration_eagle3 import Eagle3DraftConfig
-from ..model.tree_settings import CPU_TREE, PAPER_TREE, given_tree, in_words
+from ..model.tree_settings import PAPER_TREE, given_tree, in_words
 from ..utils.logging import get_logger
 from .engines import CHAIN
 from .unsupported import ENGINES, has_windows, unsupported_features
@@ -182,10 +182,7 @@ def _facts(
         tree = in_words({**PAPER_TREE, **given_tree(generation_config)})
         facts["tree saved with it"] = f"{tree} (drafted nodes / levels / children per node)"
     else:
-        facts["tree"] = (
-            f"by device: {in_words(CPU_TREE)} on a CPU, {in_words(PAPER_TREE)} elsewhere (drafted nodes / levels / "
-            "children per node)"
-        )
+        facts["tree"] = "the size that pays, chosen round by round"
     return facts
 
 

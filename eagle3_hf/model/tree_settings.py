@@ -98,19 +98,22 @@ def tree_settings(
 ) -> TreeSettings:
     """The draft's own settings, with a call's number of nodes and lookup instead of its own when given.
 
-    Where neither sets anything, the size is chosen by the target's device; where only some fields are set, the paper's
-    tree has the others. With `"auto"` for the number of nodes the settings are the limits of what `sizing` chooses,
-    except with deterministic algorithms, under which no clock may decide.
+    Where the number of nodes is not set, or `"auto"`, the settings are the limits of what `sizing` chooses; limits
+    that are not set either depend on the target's device. With deterministic algorithms no clock may decide, so that
+    the size is fixed by the device then.
     """
     given = given_tree(draft.generation_config)
     if num_assistant_tokens is not None:
         given["num_assistant_tokens"] = num_assistant_tokens
-    at_most = given.get("num_assistant_tokens") == "auto"
+    at_most = given.get("num_assistant_tokens", "auto") == "auto"
     if at_most:
-        del given["num_assistant_tokens"]
+        given.pop("num_assistant_tokens", None)
     lookup = uses_lookup(draft) if assistant_lookup is None else _checked_lookup(assistant_lookup)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    defaults = _limits(target) if at_most and not deterministic else PAPER_TREE if given else _tree_by_device(target)
+    if not at_most or deterministic:
+        defaults = _tree_by_device(target) if at_most else PAPER_TREE
+    else:
+        defaults = _limits(target)
     tree = {**defaults, **given}
     return TreeSettings(
         tree["num_assistant_tokens"],
@@ -132,7 +135,7 @@ def measured_alone(draft: Any, target: PreTrainedModel) -> Iterator[None]:
     config = draft.generation_config
     kept = {name: getattr(config, name, None) for name in (*PAPER_TREE, "assistant_lookup")}
     config.assistant_lookup = False
-    if kept["num_assistant_tokens"] == "auto" or not given_tree(config):
+    if kept["num_assistant_tokens"] in (None, "auto"):
         for name, number in _tree_by_device(target).items():
             setattr(config, name, number)
     try:
@@ -161,13 +164,22 @@ def _is_on_cpu(target: PreTrainedModel) -> bool:
 
 def _tree_by_device(target: PreTrainedModel) -> dict[str, int]:
     on_cpu = _is_on_cpu(target)
-    tree, where = (CPU_TREE, "its target is on a CPU") if on_cpu else (PAPER_TREE, "its target is on an accelerator")
-    logger.info_once(
-        f"The draft head has no tree settings and {where}: it drafts {in_words(tree)} (nodes / levels / children). To "
-        f"choose another tree, set {', '.join(PAPER_TREE)} on draft.generation_config."
-    )
+    tree = CPU_TREE if on_cpu else PAPER_TREE
+    _say_default(on_cpu, f"it drafts {in_words(tree)}")
     return tree
 
 
 def _limits(target: PreTrainedModel) -> dict[str, int]:
-    return CPU_LIMITS if _is_on_cpu(target) else PAPER_TREE
+    on_cpu = _is_on_cpu(target)
+    tree = CPU_LIMITS if on_cpu else PAPER_TREE
+    _say_default(on_cpu, f"every round drafts what pays, at most {in_words(tree)}")
+    return tree
+
+
+def _say_default(on_cpu: bool, what: str) -> None:
+    where = "a CPU" if on_cpu else "an accelerator"
+    logger.info_once(
+        f"The draft head does not set its number of nodes and its target is on {where}"
+        f": {what} (nodes / levels / children). To choose another tree, set {', '.join(PAPER_TREE)} on "
+        "draft.generation_config."
+    )

@@ -86,7 +86,7 @@ def test_heads_that_say_less():
     assert "the target's, 320 tokens" in text
     assert "| output layer | the target's, borrowed |" in text
     assert "tree saved with it" not in text
-    assert "| tree | by device: 11 / 3 / 4 on a CPU, 59 / 8 / 10 elsewhere (drafted nodes / levels / children" in text
+    assert "| tree | the size that pays, chosen round by round |" in text
     some = card_text(config_of(), GenerationConfig(num_assistant_tokens=20))
     assert "| tree saved with it | 20 / 8 / 10 (drafted" in some
     assert "after its final norm, alone" in text_of(use_aux_hidden_state=False, target_layer_ids=[-1])
