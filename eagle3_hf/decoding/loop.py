@@ -23,9 +23,10 @@ from ..model.target_modules import media_token_ids
 from ..model.tree_settings import TreeSettings
 from .draft.candidate import Eagle3Candidate
 from .draft.inputs import DraftInputs, PromptMedia
+from .draft.known_sizes import keep, sizer_of
 from .draft.lookup import Lookup
 from .draft.proposer import Proposer
-from .draft.sizing import FixedSizes, TreeSizer, sizer_of
+from .draft.sizing import FixedSizes, TreeSizer
 from .handover import CacheHandover
 from .output.emitter import FURTHEST_AHEAD, TokenEmitter
 from .output.outputs import StepRecord
@@ -105,6 +106,7 @@ class SpeculativeDecoding:
                     self.target.finish()
                 if not self.tokens.done:
                     self.target.overflow(self.batch.input_ids)
+            keep(self._sizes)
             if self.target.synced is not None:
                 self.target.synced.run_along()
             self.tokens.finish()
@@ -285,7 +287,8 @@ class SpeculativeDecoding:
         if self.settings.lookup_levels is not None:
             lookup = Lookup(self._prompts(), media_token_ids(self._model))
         noise = self.tokens.noise if coupled else None
-        return Proposer(self.batch, self.settings, self._sizes(), head, lookup, noise)
+        self._sizes = self._new_sizes()
+        return Proposer(self.batch, self.settings, self._sizes, head, lookup, noise)
 
     def _new_candidate(
         self, draft: Eagle3DraftModel, features: torch.Tensor, embeds: torch.Tensor | None, coupled: bool
@@ -317,7 +320,7 @@ class SpeculativeDecoding:
             for own, seen in zip(ids.tolist(), shown, strict=True)
         ]
 
-    def _sizes(self) -> FixedSizes | TreeSizer:
+    def _new_sizes(self) -> FixedSizes | TreeSizer:
         """Return what chooses the sizes: fixed, or by what calls of the same costs and acceptance have learnt."""
         if not self.settings.at_most:
             return FixedSizes(self.settings)

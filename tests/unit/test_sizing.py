@@ -11,7 +11,7 @@ import torch
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.decoding import dispatch, loop
-from eagle3_hf.decoding.draft import candidate, sizing
+from eagle3_hf.decoding.draft import candidate, known_sizes, sizing
 from eagle3_hf.decoding.draft.mixture import HEAD, LOOKUP, Candidates
 from eagle3_hf.decoding.draft.sizing import ACCELERATOR, CPU, Plan, Proposal, Shape, TreeSizer
 from eagle3_hf.model.tree_settings import TreeSettings
@@ -264,7 +264,7 @@ def test_a_shape_is_linear_between_and_beyond_its_points():
 @pytest.fixture(autouse=True)
 def nothing_known():
     """No memory of other tests."""
-    sizing._found.clear()
+    known_sizes._found.clear()
 
 
 def auto(target) -> tuple:
@@ -312,7 +312,7 @@ def test_a_call_that_decides_for_itself(lengths, mode, monkeypatch):
     finally:
         for handle in handles:
             handle.remove()
-    (sizer,) = sizing._found[draft][target].values()
+    (sizer,) = known_sizes._found[draft][target].values()
     assert sizer._here.of(7) == pytest.approx(1.0, abs=0.25), "as far as so few rounds tell"
     assert sizer._draft.another(1) == pytest.approx(0.1, abs=0.02)
 
@@ -336,14 +336,14 @@ def test_auto_in_a_call_and_an_int_over_auto():
 
 def test_what_was_found_dies_with_the_head():
     target = target_of("llama")
-    sizing._found.clear()
+    known_sizes._found.clear()
     draft = new_draft(target)
     draft.generation_config.num_assistant_tokens = "auto"
     target.generate(prompt(5), max_new_tokens=12, assistant_model=draft.foretell([]), **SAMPLED)
-    assert len(sizing._found) == 1
+    assert len(known_sizes._found) == 1
     del draft
     gc.collect()
-    assert not sizing._found
+    assert not known_sizes._found
 
 
 def test_auto_is_saved_with_the_head(tmp_path):

@@ -13,10 +13,9 @@ out for a while, and only lookup goes on. The text does not depend on any of thi
 need no clock.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -244,6 +243,31 @@ class TreeSizer:
         if proposal.levels:
             self._weigh_head(proposal, paths)
 
+    # ----- what is kept for later processes -------------------------------------------------------------------------
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that it has learnt from."""
+        return self._rounds
+
+    def state(self) -> dict[str, Any]:
+        """Return what is known of costs, as values that JSON can hold; nothing of what was accepted."""
+        verify = {str(magnitude): costs.state() for magnitude, costs in self._verify.items() if costs.is_known}
+        return {"verify": verify, "draft": self._draft.state()}
+
+    def restore(self, state: Any) -> None:
+        """Begin with the costs that `state` returned.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: the state has another form; nothing is changed.
+        """
+        verify = {}
+        for magnitude, costs in state["verify"].items():
+            verify[int(magnitude)] = VerifyCosts(self._verify_shape)
+            verify[int(magnitude)].restore(costs)
+        self._draft.restore(state["draft"])
+        self._verify = verify
+
     # ----- what is learnt -------------------------------------------------------------------------------------------
 
     def _costs_at(self, context: int) -> VerifyCosts:
@@ -363,25 +387,3 @@ def _owed_to_head(candidates: Candidates, kept: int) -> list[bool]:
     for parent, source in zip(candidates.parents[:kept], candidates.sources, strict=False):
         owed.append(source == HEAD or (parent > 0 and owed[parent - 1]))
     return owed
-
-
-# head -> target -> key of a kind of call -> its sizer
-_found: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Hashable, TreeSizer]]] = WeakKeyDictionary()
-
-
-def sizer_of(draft: Any, target: Any, limits: TreeSettings, batch_size: int, kind: Hashable) -> TreeSizer:
-    """Return the sizer that calls of this kind share.
-
-    Args:
-        draft: The head.
-        target: The target.
-        limits: The largest tree.
-        batch_size: Number of sequences.
-        kind: Everything else that costs or acceptance depend on (device, dtype, threads, sampling, lock-step).
-    """
-    sizers = _found.setdefault(draft, WeakKeyDictionary()).setdefault(target, {})
-    key = limits, batch_size, kind
-    if key not in sizers:
-        is_cpu = target.device.type == "cpu"
-        sizers[key] = TreeSizer(limits, batch_size, CPU if is_cpu else ACCELERATOR, waits=is_cpu)
-    return sizers[key]
