@@ -12,6 +12,7 @@ from eagle3_hf.decoding.loop import SpeculativeDecoding
 from eagle3_hf.evaluation.misses import Cause
 from eagle3_hf.evaluation.trace.page import page_data, to_html
 from eagle3_hf.evaluation.trace.words import pieces, word
+from support.browser import in_browser
 from support.chats import chat_tokenizer
 from support.drafts import SAMPLED, new_draft, set_tree, target_of
 from support.families import prompt
@@ -178,3 +179,85 @@ def test_a_text_without_rounds(target, draft):
     found = eagle3_hf.trace(target, draft, IDS, max_new_tokens=1)
     assert found.rounds == ()
     assert "1 tokens in 0 rounds" in to_html(found)
+
+
+# ----- in a browser --------------------------------------------------------------------------------------------------
+
+ODD = [*TEXTS, "\n", "\n\n", "<b>bold</b>", " &amp;", "\t", "\u00a0", "\u2028", "a" * 60, "  two ", "", "日本語"]
+# Steps through the page as a reader does, and tells what is seen.
+STEPS = """<script>
+const ids = () => [...document.querySelectorAll(".text .token")]
+  .filter((each) => getComputedStyle(each).display !== "none").map((each) => +each.dataset.id);
+const press = (key) => document.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+const place = () => document.querySelector("output").textContent;
+const overflow = () => [...document.querySelectorAll("body *")].filter(
+  (each) => !each.closest(".strip") && each.getBoundingClientRect().right > innerWidth + 1).length;
+const colour = getComputedStyle(document.body).backgroundColor;
+const seen = { rounds: [], inner: innerWidth, scrolled: 0, wide: 0, colour };
+press("End"); seen.end = [place(), ids()];
+press("ArrowRight"); seen.beyond = place();
+press("Home"); seen.home = [place(), ids()];
+press("ArrowLeft"); seen.before = place();
+const count = document.querySelectorAll(".strip button").length;
+for (let index = 0; index < count; index++) {
+  if (index) press("ArrowRight");
+  const rows = [...document.querySelectorAll(".tree .row[data-id]")];
+  const chips = rows.map((row) => row.querySelector(".chip"));
+  const boxes = chips.map((chip) => chip.getBoundingClientRect());
+  seen.wide += overflow();
+  seen.scrolled = Math.max(seen.scrolled, document.documentElement.scrollWidth);
+  seen.rounds.push({
+    place: place(), ids: ids(), nodes: rows.map((row) => +row.dataset.id),
+    accepted: rows.filter((row) => row.classList.contains("accepted")).map((row) => +row.dataset.id),
+    verdict: document.querySelector(".verdict").textContent,
+    narrow: Math.min(...boxes.map((box) => box.width)), low: Math.min(...rows.map((row) => row.offsetHeight)),
+    small: Math.min(...chips.map((chip) => parseFloat(getComputedStyle(chip).fontSize))),
+    overlaps: boxes.slice(1).filter((box, at) => box.top < boxes[at].bottom - 1).length,
+  });
+}
+document.querySelectorAll(".strip button")[1].click(); seen.clicked = place();
+document.querySelector(".steps button:last-of-type").click(); seen.last = place();
+seen.markup = document.querySelectorAll("main b:not(.node b), main script, main img").length;
+seen.words = document.querySelector(".tree").textContent + document.querySelector(".text").textContent;
+seen.turned = /[\\u202e\\u0000\\u001b]/.test(document.querySelector("main").textContent);
+parent.document.documentElement.dataset.seen = JSON.stringify(seen);
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_in_a_browser(width, dark, target, tmp_path):
+    """Keys and clicks reach every round, each shows the generated ids, and trees of 60 nodes can be read."""
+    found, text = traced(target, set_tree(new_draft(target, half=True), "paper"), max_new_tokens=60)
+    found.decode = lambda tokens: "".join(
+        ODD[token % 23] if token % 23 < len(ODD) else f" w{token}" for token in tokens
+    )
+    said, log = in_browser(to_html(found), STEPS, width, dark, tmp_path)
+    assert "CONSOLE" not in log, log
+    seen, rounds = json.loads(said), found.rounds
+    whole = f"Round {len(rounds)} of {len(rounds)}"
+    first = text[: rounds[0].start + len(rounds[0].emitted)]
+    assert seen["end"] == [whole, text]
+    assert seen["beyond"] == seen["last"] == whole
+    assert seen["home"] == [f"Round 1 of {len(rounds)}", first]
+    assert seen["before"] == seen["home"][0]
+    assert seen["clicked"] == f"Round 2 of {len(rounds)}"
+    assert max(len(each.nodes) for each in rounds) == 60
+    for each, shown in zip(rounds, seen["rounds"], strict=True):
+        assert shown["ids"] == text[: each.start + len(each.emitted)]
+        assert sorted(shown["nodes"]) == sorted(node.token for node in each.nodes)
+        assert shown["accepted"] == [each.nodes[index].token for index in each.path]
+        assert ("right. " in shown["verdict"]) == (len(each.nodes) > 1)
+        assert ("outside the draft vocabulary" in shown["verdict"]) == (each.cause is Cause.OUTSIDE_VOCABULARY)
+        assert shown["narrow"] >= 14
+        assert shown["low"] >= 22
+        assert shown["small"] >= 13
+        assert shown["overlaps"] == 0
+    assert seen["inner"] == width
+    assert seen["scrolled"] <= width
+    assert seen["wide"] == 0
+    assert seen["markup"] == 0
+    assert not seen["turned"]
+    assert "<b>bold</b>" in seen["words"]
+    assert seen["colour"] == ("rgb(22, 22, 22)" if dark else "rgb(255, 255, 255)")

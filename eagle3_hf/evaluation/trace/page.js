@@ -35,7 +35,7 @@ function readable(text) {
   const parts = [];
   for (const part of text.split(/(\n|[^\P{Cc}\t\n]|[\u202a-\u202e\u2066-\u2069])/u)) {
     if (part === "\n") parts.push(element("span", "sign", "↵"), "\n");
-    else if (/^[\p{Cc}\u202a-\u202e\u2066-\u2069]$/u.test(part)) parts.push(element("span", "sign", code(part)));
+    else if (/^([^\P{Cc}\t\n]|[\u202a-\u202e\u2066-\u2069])$/u.test(part)) parts.push(element("span", "sign", code(part)));
     else if (part) parts.push(part);
   }
   return parts;
@@ -73,6 +73,7 @@ const last = data.rounds.length - 1;
 const most = Math.max(1, ...data.rounds.map((round) => round.emitted.length));
 const strip = element("div", "strip");
 strip.style.setProperty("--part", 4 / most + "rem");
+strip.style.setProperty("--gap", most > 12 ? "0px" : "1px"); // thin parts would be all gap
 const bars = data.rounds.map((round, index) => {
   const bar = button("", `Round ${index + 1}: ${round.accepted} drafts accepted`, () => show(index));
   bar.append(...round.sources.map((source) => element("i", "from-" + source)));
@@ -80,10 +81,10 @@ const bars = data.rounds.map((round, index) => {
 });
 strip.append(...bars);
 
-const first = button("⏮", "First round (Home)", () => show(0));
+const first = button("|◀", "First round (Home)", () => show(0));
 const before = button("◀", "Previous round (left arrow)", () => show(now - 1));
 const after = button("▶", "Next round (right arrow)", () => show(now + 1));
-const end = button("⏭", "Last round (End)", () => show(last));
+const end = button("▶|", "Last round (End)", () => show(last));
 const where = element("output");
 where.setAttribute("aria-live", "polite");
 const steps = element("nav", "steps", first, before, where, after, end);
@@ -169,9 +170,8 @@ function tell(round) {
   const token = round.emitted[round.emitted.length - 1];
   verdict.replaceChildren();
   verdict.className = "verdict" + (missed ? " missed" : "");
-  const right = round.accepted === 1 ? "1 draft was" : `${round.accepted} drafts were`;
-  if (!drafted) verdict.append("Nothing was drafted in this round. ");
-  else verdict.append(`${right} right. `);
+  const right = { 0: "No draft was", 1: "1 draft was" }[round.accepted] || `${round.accepted} drafts were`;
+  verdict.append(drafted ? `${right} right. ` : "Nothing was drafted in this round. ");
   if (round.emitted.length > round.accepted) {
     verdict.append(round.accepted ? "Behind them the target chose " : "The target chose ", chip(token, "target"));
     verdict.append(` (probability ${percent(round.choice)})`, reason(round));
