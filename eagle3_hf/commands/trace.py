@@ -6,7 +6,7 @@ from typing import Any
 from .heads import load_head
 from .help import Defaults
 from .placement import add_placement, load_target
-from .values import amount, check_output_folder, count, not_negative, path, place
+from .values import amount, check_output_folder, count, not_negative, path, place, words
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -27,8 +27,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("--html", type=path, metavar="FILE", help="write the page")
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--prompt", help="a question, asked as the first turn of a chat (default: a built-in one)")
-    asked.add_argument("--text", help="a text to continue, without a chat template")
+    asked.add_argument(
+        "--prompt", type=words, help="a question, asked as the first turn of a chat (default: a built-in one)"
+    )
+    asked.add_argument("--text", type=words, help="a text to continue, without a chat template")
     parser.add_argument("--max-new-tokens", type=count, default=128, help="length of the text")
     parser.add_argument("--temperature", type=not_negative, default=0.0, help="0 for greedy decoding")
     parser.add_argument("--seed", type=amount, default=0, help="of sampling")
@@ -47,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..evaluation.trace import trace
     from ..utils.devices import place_in_words
 
-    tree = parse_tree(arguments.tree) if arguments.tree else {}
+    tree = parse_tree(arguments.tree) if arguments.tree is not None else {}
     if arguments.html is not None:
         if arguments.html.is_dir():
             raise ValueError(f"{arguments.html} is a folder: name a file")
@@ -77,9 +79,7 @@ def _ids(arguments: argparse.Namespace, tokenizer: Any) -> list[int]:
     from ..evaluation.prompts import Question, first_turn_ids, load_questions
 
     if arguments.text is not None:
-        if not (ids := tokenizer(arguments.text)["input_ids"]):
-            raise ValueError("--text has no tokens: give a text to continue")
-        return ids
+        return tokenizer(arguments.text)["input_ids"]
     if arguments.prompt is not None:
         return first_turn_ids(tokenizer, Question("prompt", "prompt", (arguments.prompt,)))
     return first_turn_ids(tokenizer, load_questions(None, 1, arguments.seed)[0])

@@ -8,12 +8,13 @@ import torch
 
 import eagle3_hf
 from eagle3_hf import Eagle3DraftModel, LookupDraft
+from eagle3_hf.cli import main
 from eagle3_hf.decoding.loop import SpeculativeDecoding
 from eagle3_hf.evaluation.misses import Cause
 from eagle3_hf.evaluation.trace.page import page_data, to_html
 from eagle3_hf.evaluation.trace.words import pieces, word
 from support.browser import in_browser
-from support.chats import chat_tokenizer
+from support.chats import chat_tokenizer, tiny_target
 from support.drafts import SAMPLED, new_draft, set_tree, target_of
 from support.families import prompt
 
@@ -179,6 +180,25 @@ def test_a_text_without_rounds(target, draft):
     found = eagle3_hf.trace(target, draft, IDS, max_new_tokens=1)
     assert found.rounds == ()
     assert "1 tokens in 0 rounds" in to_html(found)
+
+
+def test_the_command(tokenizer, tmp_path, capsys):
+    torch.manual_seed(0)
+    target = tiny_target(tokenizer)
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    Eagle3DraftModel.from_target(target).save_pretrained(tmp_path / "head")
+    words = ["trace", str(tmp_path / "target"), str(tmp_path / "head"), "--max-new-tokens", "6", "--tree", "4/2/2"]
+    page = tmp_path / "new" / "a.html"
+    assert main([*words, "--html", str(page), "--text", "The sea <b>", "--no-lookup", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "mean acceptance length (tau)" in said
+    assert f"written: {page}" in said
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert main([*words, "--temperature", "0.7", "--prompt", "What is the sea?"]) == 0
+    assert "--html FILE writes a page" in capsys.readouterr().out
+    assert main([*words, "--html", str(tmp_path)]) == 1
+    assert "is a folder: name a file" in capsys.readouterr().err
 
 
 # ----- in a browser --------------------------------------------------------------------------------------------------

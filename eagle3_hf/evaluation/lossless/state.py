@@ -110,13 +110,13 @@ def _entries(cache: DraftCache, index: int) -> tuple[list[int], list[list[torch.
     """Return the positions of the committed entries of a sequence, ascending, and each layer's states (n, width)."""
     layers = [cache.committed(layer) for layer in range(cache.num_layers)]
     if cache.valid is None or cache.positions is None:
-        positions, chosen = list(range(cache.length)), slice(None)
+        kept = places = torch.arange(cache.length)
     else:
         kept = cache.valid[index].nonzero()[:, 0]
-        kept = kept[cache.positions[index, kept].argsort()]
-        positions, chosen = cache.positions[index, kept].tolist(), kept
-    states = [[part[index][:, chosen].transpose(0, 1).flatten(1).float() for part in own] for own in layers]
-    return positions, states
+        places = cache.positions[index, kept]
+        kept = kept[places.argsort()]
+    states = [[part[index][:, kept].transpose(0, 1).flatten(1).float() for part in own] for own in layers]
+    return places.sort().values.tolist(), states
 
 
 def _in_words(positions: list[int]) -> str:
