@@ -253,7 +253,8 @@ def _guesses(loop: SpeculativeDecoding, tree: HostTree, seen: _Seen, start: int)
         paths.append((*paths[tree.parents[node]], tree.tokens[node]) if node else ())
         if len(paths[node]) < loop.settings.reach:
             for token, right in lookup.guesses(0, (text + paths[node])[-LONGEST_MATCH:]):
-                found[(*paths[node], token)] = _Candidate(values[node] * right, None)
+                path = (*paths[node], token)
+                found[path] = _Candidate(values[node] * right, None)
     return found
 
 
