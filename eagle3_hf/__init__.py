@@ -34,7 +34,9 @@ from .utils.devices import own_device
 if TYPE_CHECKING:
     from .evaluation.bench import bench
     from .evaluation.compare import Comparison, TaskResult, compare
+    from .evaluation.lossless import LosslessError, LosslessReport, assert_lossless, check_lossless
     from .evaluation.results import BenchResult
+    from .evaluation.trace import Trace, TracedNode, TracedRound, trace
     from .export import ExportError, export_head
     from .inspection import inspect_head
     from .training.arguments import Eagle3TrainingArguments
@@ -61,6 +63,8 @@ else:
         "Eagle3TrainingArguments": "training.arguments",
         "EncodingOptions": "training.data.options",
         "ExportError": "export",
+        "LosslessError": "evaluation.lossless",
+        "LosslessReport": "evaluation.lossless",
         "MeasureTau": "training.callbacks",
         "PackedDataset": "training.data.packing",
         "Regeneration": "training.datagen.regeneration",
@@ -68,9 +72,14 @@ else:
         "TTTSettings": "ttt.settings",
         "TargetWriter": "training.datagen.local_writer",
         "TaskResult": "evaluation.compare",
+        "Trace": "evaluation.trace",
+        "TracedNode": "evaluation.trace",
+        "TracedRound": "evaluation.trace",
         "WritingSettings": "training.datagen.local_writer",
+        "assert_lossless": "evaluation.lossless",
         "bench": "evaluation.bench",
         "cached_draft_vocab": "training.data.draft_vocab",
+        "check_lossless": "evaluation.lossless",
         "compare": "evaluation.compare",
         "dropped_chats": "training.data.encoding",
         "encode_dataset": "training.data.encoding",
@@ -81,6 +90,7 @@ else:
         "prepare_dataset": "training.data.encoding",
         "render_mask": "training.data.encoding",
         "synthesize": "training.datagen.synthesis",
+        "trace": "evaluation.trace",
         "write_features": "training.targets.feature_store",
     }
 
@@ -108,6 +118,8 @@ __all__ = [
     "HeadDescription",
     "HeadFormatError",
     "LookupDraft",
+    "LosslessError",
+    "LosslessReport",
     "MeasureTau",
     "PackedDataset",
     "Regeneration",
@@ -116,9 +128,14 @@ __all__ = [
     "TTTSettings",
     "TargetWriter",
     "TaskResult",
+    "Trace",
+    "TracedNode",
+    "TracedRound",
     "WritingSettings",
+    "assert_lossless",
     "bench",
     "cached_draft_vocab",
+    "check_lossless",
     "check_tokenizer",
     "compare",
     "default_layer_ids",
@@ -137,6 +154,7 @@ __all__ = [
     "render_mask",
     "simulated_acceptance_length",
     "synthesize",
+    "trace",
     "write_features",
 ]
 

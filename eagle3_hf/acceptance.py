@@ -149,11 +149,21 @@ class SpeculationStats:
         }
 
     def __str__(self) -> str:
-        depths = " ".join(f"{share:.2f}" for share in self.per_depth) or "none"
-        return (
-            f"{self.emitted} tokens in {self.rounds} rounds, tau {self.tau:.2f}, acceptance by depth {depths}; "
-            f"draft {self.draft_seconds:.2f} s, verify {self.verify_seconds:.2f} s, other {self.other_seconds:.2f} s"
+        lines = [f"mean acceptance length (tau) {self.tau:.2f}: {self.emitted} tokens in {self.rounds} rounds"]
+        if self.accepted:
+            lines.append(f"acceptance by depth: {' '.join(f'{share:.2f}' for share in self.per_depth)}")
+        if self.rounds and self.drafted:
+            sources = {"the head": self.from_head, "lookup": self.from_lookup, "both": self.from_both}
+            found = ", ".join(f"{count} by {name}" for name, count in sources.items() if count)
+            lines.append(
+                f"drafts in a round: {self.drafted / self.rounds:.1f}, of which {self.mean_accepted:.2f} accepted"
+                + (f" ({found})" if found else "")
+            )
+        lines.append(
+            f"seconds: prefill {self.prefill_seconds:.2f}, draft {self.draft_seconds:.2f}, "
+            f"verify {self.verify_seconds:.2f}, other {self.other_seconds:.2f}"
         )
+        return "\n".join(lines)
 
 
 def simulated_acceptance_length(per_step_accuracy: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, convert, datagen, features, inspect, show_mask, train
+from .commands import bench, check, convert, datagen, features, inspect, show_mask, trace, train
 from .commands.errors import in_words
 from .commands.hub import stay_offline_where_unreachable
 from .commands.models import check_targets
@@ -14,7 +14,7 @@ from .commands.parser import Parser
 from .utils.logging import info_shown
 
 
-_COMMANDS = (datagen, show_mask, features, train, bench, inspect, convert)
+_COMMANDS = (datagen, show_mask, features, train, bench, check, trace, inspect, convert)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

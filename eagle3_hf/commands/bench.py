@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .heads import load_head
 from .help import Defaults
 from .placement import add_placement, load_target
 from .replaying import REPLAY_OPTIONS, add_replay_options, without_clock
@@ -125,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     for column in arguments.column:
         column_fields(column)
     arguments.resumes = not (arguments.record or arguments.replay or arguments.count_ops or arguments.round_cost)
-    if (status := without_clock(arguments, _load_head)) is not None:
+    if (status := without_clock(arguments, load_head)) is not None:
         return status
     if arguments.round_cost:
         return _round_cost(arguments)
@@ -136,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = _names_of_heads(arguments)
     logging.disable_progress_bar()
     target = load_target(arguments)
-    heads = {name: _load_head(where, target) for name, where in names.items()}
+    heads = {name: load_head(where, target) for name, where in names.items()}
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     columns = benchmark_columns(heads, arguments.tree, arguments.column, not arguments.no_prompt_lookup)
     output = arguments.output or _default_output(arguments)
@@ -231,22 +232,6 @@ def _names_of_heads(arguments: argparse.Namespace) -> dict[str, str]:
     return named
 
 
-def _load_head(where: str, target: Any) -> Any:
-    import torch
-
-    from .. import Eagle3DraftModel, LookupDraft
-
-    if where == "lookup":
-        return LookupDraft()
-    if where == "random":
-        torch.manual_seed(0)  # the same head for a run that resumes
-        ids = torch.randperm(target.config.get_text_config().vocab_size)[:8192].sort().values
-        draft = Eagle3DraftModel.from_target(target, draft_vocab=ids, dtype=target.dtype)
-        draft.init_weights()
-        return draft
-    return Eagle3DraftModel.from_pretrained(where).to(target.device)
-
-
 def _default_output(arguments: argparse.Namespace) -> Path:
     """Return a file that is named after the options which change the figures, so that only the same ones share it."""
     apart = ("run", "resumes", "traceback", "command", "output", "restart", "json", "csv", "html", "round_cost")
@@ -261,7 +246,7 @@ def _round_cost(arguments: argparse.Namespace) -> int:
     from ..utils.devices import place_in_words
 
     target = load_target(arguments)
-    draft = _load_head(arguments.head, target)
+    draft = load_head(arguments.head, target)
     print(f"target {arguments.model} on {place_in_words(target)}; head {arguments.head} on {place_in_words(draft)}")
     trees = arguments.tree or list(_ROUND_COST_TREES)
     plain, costs = round_cost(target, draft, [parse_tree(tree) for tree in trees])

@@ -125,7 +125,7 @@ def _prepared(
     from transformers import AutoTokenizer
 
     from ..evaluation.bench import number_of_questions
-    from ..evaluation.prompts import load_questions
+    from ..evaluation.prompts import first_turn_ids, load_questions
     from ..model.vocab import check_tokenizer
     from ..utils.devices import place_in_words
 
@@ -143,12 +143,8 @@ def _prepared(
     print(f"target {arguments.model} on {place_in_words(target)}; head {arguments.head} on {place_in_words(draft)}")
     prompts = []
     for question in questions:
-        messages = [] if question.system is None else [{"role": "system", "content": question.system}]
-        messages.append({"role": "user", "content": question.turns[0]})
-        encoded: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, **(arguments.template_kwargs or {})
-        )
-        prompts.append((question.task, torch.tensor([encoded["input_ids"]], device=target.device)))
+        ids = first_turn_ids(tokenizer, question, **(arguments.template_kwargs or {}))
+        prompts.append((question.task, torch.tensor([ids], device=target.device)))
     return target, draft, prompts, options
 
 

@@ -87,6 +87,13 @@ def place(text: str) -> str:
     return text
 
 
+def words(text: str) -> str:
+    """Return a text that a model is to read; it must not be empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the text is empty; expected at least one word")
+    return text
+
+
 def path(text: str) -> Path:
     """Parse the name of a file or folder; it must not be empty."""
     if not text.strip():

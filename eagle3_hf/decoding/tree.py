@@ -142,6 +142,23 @@ class DraftTree:
         table = torch.cat((self.num_nodes[:, None], self.tokens, self.parents), dim=1).tolist()
         return [HostTree(line[1 : 1 + line[0]], line[1 + size : 1 + size + line[0]]) for line in table]
 
+    def __repr__(self) -> str:
+        """Return the shape alone, which needs nothing from the device."""
+        batch, size = self.tokens.shape
+        return f"DraftTree(B={batch}, N={size}, device='{self.tokens.device}')"
+
+    def __str__(self) -> str:
+        """Return the trees as text: each node's token and the chance that its path is accepted, the best child first.
+
+        Waits for the device. Where the tensors have no values (on the meta device), the shape alone is returned.
+        """
+        if self.tokens.is_meta:
+            return repr(self)
+        scores = self.scores.detach().float().cpu()
+        return "\n\n".join(
+            _tree_in_words(tree, scores[index].exp().tolist()) for index, tree in enumerate(self.host())
+        )
+
     def trimmed(self) -> "DraftTree":
         """Return the trees without the nodes that are padding in all of them. Waits for the device."""
         size = max(len(tree.tokens) for tree in self.host())
@@ -250,3 +267,24 @@ def select(
 
 def _behind_root(root_tokens: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat((root_tokens.view(-1, 1), tokens), dim=1)
+
+
+def _tree_in_words(tree: HostTree, chances: list[float]) -> str:
+    """Return a tree as text, one line for each node."""
+    children: list[list[int]] = [[] for _ in tree.tokens]
+    for node in range(1, len(tree.tokens)):
+        children[tree.parents[node]].append(node)
+    lines = [f"{tree.tokens[0]} (root; drafted nodes: {len(tree.tokens) - 1}, levels: {tree.depth})"]
+    left = [(node, "", node == last) for node, last in _as_stack(children[0], chances)]
+    while left:
+        node, indent, is_last = left.pop()
+        lines.append(f"{indent}{'└─' if is_last else '├─'} {tree.tokens[node]}  {chances[node]:.3f}")
+        below = indent + ("   " if is_last else "│  ")
+        left += [(child, below, child == last) for child, last in _as_stack(children[node], chances)]
+    return "\n".join(lines)
+
+
+def _as_stack(nodes: list[int], chances: list[float]) -> list[tuple[int, int]]:
+    """Return siblings in the order of a stack, from which the best comes first, each with the least likely one."""
+    ordered = sorted(nodes, key=lambda node: chances[node])
+    return [(node, ordered[0]) for node in ordered]

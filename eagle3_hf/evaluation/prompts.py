@@ -62,6 +62,24 @@ def load_questions(source: Any = None, per_task: int | None = None, seed: int = 
     return [question for questions in by_task.values() for question in questions[:per_task]]
 
 
+def across_tasks(questions: Iterable[Question], number: int) -> list[Question]:
+    """Return a number of questions, the first of each task, then the second of each, and so on."""
+    by_task: dict[str, list[Question]] = {}
+    for question in questions:
+        by_task.setdefault(question.task, []).append(question)
+    places = [(place, task) for task, own in enumerate(by_task.values()) for place in range(len(own))]
+    listed = list(by_task.values())
+    return [listed[task][place] for place, task in sorted(places)[:number]]
+
+
+def first_turn_ids(tokenizer: Any, question: Question, **template_kwargs: Any) -> list[int]:
+    """Return the ids of a question's first turn, after its system prompt, followed by the generation prompt."""
+    messages = [] if question.system is None else [{"role": "system", "content": question.system}]
+    messages.append({"role": "user", "content": question.turns[0]})
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **template_kwargs)
+    return list(encoded["input_ids"])
+
+
 def fingerprint(questions: Iterable[Question]) -> str:
     """Return a hash of all that the questions say."""
     text = json.dumps([asdict(question) for question in questions], sort_keys=True)

@@ -54,6 +54,14 @@ class DraftCache:
         self._filled[layer_idx] = end
         return tuple(buffer[:, :, :end] for buffer in buffers)
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._buffers)
+
+    def committed(self, layer_idx: int) -> tuple[torch.Tensor, ...]:
+        """Views of a layer's committed states (B, heads, length, width)."""
+        return tuple(buffer[:, :, : self.length] for buffer in self._buffers[layer_idx] or ())
+
     def commit(self) -> None:
         """Make what is written so far the prefix that later entries build on."""
         self.length = self._filled[0]

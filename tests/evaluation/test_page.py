@@ -1,9 +1,6 @@
 """The page: it needs nothing but itself, and shows every figure."""
 
-import os
 import re
-import subprocess
-from html import escape
 from html.parser import HTMLParser
 
 import pytest
@@ -13,6 +10,7 @@ from eagle3_hf.evaluation.bench import benchmark_columns
 from eagle3_hf.evaluation.differences import TextDifference
 from eagle3_hf.evaluation.runs import Benchmark
 from support.benchmarks import QUESTIONS, Pretended
+from support.browser import in_browser
 
 
 pytest.importorskip("matplotlib", reason="plots need the extra `plot`")
@@ -21,7 +19,6 @@ from eagle3_hf.evaluation.page import to_html  # noqa: E402
 
 
 VOID = {"meta", "link", "br", "path", "use", "rect", "circle", "line"}
-BROWSER = "EAGLE3_HF_CHROMIUM"
 
 
 class Outline(HTMLParser):
@@ -122,7 +119,6 @@ def test_plots_of_few_figures(result):
 
 # ----- in a browser --------------------------------------------------------------------------------------------------
 
-# A frame may be as narrow as a phone, and a window may not. The page in it tells the one around it what it measured.
 MEASURE = """<script>
 const wide = [...document.querySelectorAll("body *")].filter(
   (each) => !each.closest(".table") && each.getBoundingClientRect().right > innerWidth + 1);
@@ -131,30 +127,12 @@ parent.document.documentElement.dataset.seen = [innerWidth, document.documentEle
 </script>"""
 
 
-def in_browser(page: str, width: int, dark: bool, folder) -> tuple[str | None, str]:
-    """Load a page in a frame of this width, and return what it measured and what the browser logged."""
-    browser = os.environ.get(BROWSER)
-    if not browser:
-        pytest.skip(f"{BROWSER} names no browser")
-    around = folder / "around.html"
-    frame = f'<iframe width="{width}" height="800" style="border: 0" srcdoc="{escape(page + MEASURE)}"></iframe>'
-    around.write_text(f'<!DOCTYPE html><meta charset="utf-8"><link rel="icon" href="data:,">{frame}', encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    options += [f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", "--virtual-time-budget=2000"]
-    options += ["--window-size=1400,900", f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom"]
-    done = subprocess.run(
-        [browser, *options, around.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
-    seen = re.search(r'data-seen="([^"]*)"', done.stdout)
-    return (seen[1] if seen else None), done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_in_a_browser(width, dark, text, tmp_path):
     """At the widths of a phone and of a screen: no error in the console, nothing sticks out, the theme is followed."""
-    seen, log = in_browser(text, width, dark, tmp_path)
+    seen, log = in_browser(text, MEASURE, width, dark, tmp_path)
     assert "CONSOLE" not in log, log
     inner, scrolled, wide, texts, *colour = seen.split()
     assert int(inner) == width
@@ -167,7 +145,7 @@ def test_in_a_browser(width, dark, text, tmp_path):
 @pytest.mark.slow
 def test_what_a_browser_would_complain_of_is_seen(tmp_path):
     page = "<!DOCTYPE html><p style='width: 900px'>wide<script>undefined.x</script>"
-    seen, log = in_browser(page, 390, False, tmp_path)
+    seen, log = in_browser(page, MEASURE, 390, False, tmp_path)
     assert "CONSOLE" in log
     inner, scrolled, wide, *_ = seen.split()
     assert int(scrolled) > int(inner)

@@ -15,7 +15,7 @@ from support.chats import chat_tokenizer, tiny_target
 from support.training_runs import chats
 
 
-COMMANDS = ("datagen", "show-mask", "features", "bench", "inspect", "convert")
+COMMANDS = ("datagen", "show-mask", "features", "bench", "check", "trace", "inspect", "convert")
 NUMBERS = {values.count, values.amount, values.share, values.positive, values.not_negative}
 NO_NUMBERS = ["", "x", "nan", "-1", "inf", "1e9999", "0x10", "1,5"]
 
@@ -78,6 +78,8 @@ def valid(folder: Path, out: Path, command: str) -> list[str]:
             "--output",
             str(out / "b"),
         ],
+        "check": [target, head, "--prompts", str(folder / "tasks"), "--max-new-tokens", "2"],
+        "trace": [target, head, "--max-new-tokens", "2"],
         "inspect": [head, "--target", target],
         "convert": [head, str(out / "head"), "--to", "vllm"],
     }[command]
@@ -194,6 +196,7 @@ def test_models_and_data_of_the_wrong_kind(command, place, folder, tmp_path, cap
         ("datagen", "--seeds"),
         ("datagen", "--prompts"),
         ("bench", "--prompts"),
+        ("check", "--prompts"),
         ("inspect", "--target"),
         ("convert", "--target"),
     ],

@@ -83,13 +83,15 @@ def test_as_dict_is_json_and_independent():
     assert stats.reached == [1, 1]
 
 
-def test_one_readable_line():
-    stats = SpeculationStats(draft_seconds=1.25, verify_seconds=2.5)
+def test_a_readable_summary():
+    stats = SpeculationStats(prefill_seconds=0.5, draft_seconds=1.25, verify_seconds=2.5, drafted=8, from_head=1)
     stats.record(1, 2, 2)
-    line = str(stats)
-    assert "\n" not in line
-    for part in ("tau 2.00", "1.00 0.00", "draft 1.25 s", "verify 2.50 s"):
-        assert part in line
+    assert str(stats).splitlines() == [
+        "mean acceptance length (tau) 2.00: 2 tokens in 1 rounds",
+        "acceptance by depth: 1.00 0.00",
+        "drafts in a round: 8.0, of which 1.00 accepted (1 by the head)",
+        "seconds: prefill 0.50, draft 1.25, verify 2.50, other 0.00",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,27 @@ def test_depths_and_paths_of_the_reference(shared, name):
         for padded in step["retrieve"]:
             path = [node for node in padded if node >= 0]
             assert tree.path(0, path[-1]) == path
+
+
+def test_a_tree_in_words():
+    tree = DraftTree.from_nodes(
+        [7, 9],
+        [[3, 5, 4, 6], [8]],
+        [[0, 0, 1, 1], [0]],
+        [[0.25, 0.5, 0.125, 0.0625], [1.0]],
+        torch.device("cpu"),
+    )
+    assert str(tree) == (
+        "7 (root; drafted nodes: 4, levels: 2)\n"
+        "├─ 5  0.500\n"
+        "└─ 3  0.250\n"
+        "   ├─ 4  0.125\n"
+        "   └─ 6  0.062\n"
+        "\n"
+        "9 (root; drafted nodes: 1, levels: 1)\n"
+        "└─ 8  1.000"
+    )
+    assert repr(tree) == "DraftTree(B=2, N=5, device='cpu')"
+    assert str(DraftTree.root_only(torch.tensor([[3]]))) == "3 (root; drafted nodes: 0, levels: 0)"
+    meta = torch.zeros(1, 3, device="meta")
+    assert str(DraftTree(meta, meta, meta[:, 0], meta, meta)) == "DraftTree(B=1, N=3, device='meta')"

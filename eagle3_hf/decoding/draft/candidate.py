@@ -78,6 +78,11 @@ class Eagle3Candidate(CandidateGenerator):
             self._ranking = CoupledRanking(noise, draft.draft_vocab_ids(), warpers, coupled)
         self._grower = TreeGrower(draft, self._borrowed, self._ranking, pad_token_id)
 
+    @property
+    def cache(self) -> DraftCache:
+        """The draft's cache."""
+        return self._cache
+
     def feed_later(self, inputs: DraftInputs) -> None:
         """Keep the inputs of a round until the next tree is drafted, or until many rounds are kept."""
         self._pending.append(inputs)

@@ -1,0 +1,20 @@
+"""Loads what a command is given as HEAD."""
+
+from typing import Any
+
+
+def load_head(where: str, target: Any) -> Any:
+    """Return the draft of a name for a target: a head, a new one for `random`, or one without weights for `lookup`."""
+    import torch
+
+    from .. import Eagle3DraftModel, LookupDraft
+
+    if where == "lookup":
+        return LookupDraft()
+    if where == "random":
+        torch.manual_seed(0)  # the same head for a run that resumes
+        ids = torch.randperm(target.config.get_text_config().vocab_size)[:8192].sort().values
+        draft = Eagle3DraftModel.from_target(target, draft_vocab=ids, dtype=target.dtype)
+        draft.init_weights()
+        return draft
+    return Eagle3DraftModel.from_pretrained(where).to(target.device)
