@@ -34,6 +34,8 @@ from .utils.devices import own_device
 if TYPE_CHECKING:
     from .evaluation.bench import bench
     from .evaluation.compare import Comparison, TaskResult, compare
+    from .evaluation.diagnosis.diagnose import diagnose
+    from .evaluation.diagnosis.result import Diagnosis
     from .evaluation.results import BenchResult
     from .export import ExportError, export_head
     from .inspection import inspect_head
@@ -56,6 +58,7 @@ else:
     _LAZY = {
         "BenchResult": "evaluation.results",
         "Comparison": "evaluation.compare",
+        "Diagnosis": "evaluation.diagnosis.result",
         "Eagle3DataCollator": "training.data.collator",
         "Eagle3Trainer": "training.trainer",
         "Eagle3TrainingArguments": "training.arguments",
@@ -72,6 +75,7 @@ else:
         "bench": "evaluation.bench",
         "cached_draft_vocab": "training.data.draft_vocab",
         "compare": "evaluation.compare",
+        "diagnose": "evaluation.diagnosis.diagnose",
         "dropped_chats": "training.data.encoding",
         "encode_dataset": "training.data.encoding",
         "export_head": "export",
@@ -96,6 +100,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BenchResult",
     "Comparison",
+    "Diagnosis",
     "DraftTree",
     "Eagle3Candidate",
     "Eagle3DataCollator",
@@ -123,6 +128,7 @@ __all__ = [
     "compare",
     "default_layer_ids",
     "describe_head",
+    "diagnose",
     "disable",
     "dropped_chats",
     "enable",

@@ -18,7 +18,7 @@ from support.chats import chat_tokenizer
 
 STEPS, FEW_STEPS = 90, 12
 NEW_TOKENS = 40
-_WORDS = "the a sea is wide deep answer four Paris capital of France poem it sings think about me let and".split()
+_TEXT = "the a sea is wide deep answer four Paris capital of France poem it sings think about me let and"
 
 
 @dataclass
@@ -41,7 +41,7 @@ def chats_of(seed: int, count: int = 4, words: int = 5) -> list[dict]:
     chance = random.Random(seed)
 
     def text() -> str:
-        return " ".join(chance.choices(_WORDS, k=words))
+        return " ".join(chance.choices(_TEXT.split(), k=words))
 
     return [
         {"messages": [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]}
@@ -49,9 +49,13 @@ def chats_of(seed: int, count: int = 4, words: int = 5) -> list[dict]:
     ]
 
 
-@cache
 def sound_pair(seed: int = 0, steps: int = STEPS) -> Pair:
     """A pair whose head has learnt the target's answers to the chats; the same one for the whole session."""
+    return _trained_pair(seed, steps)
+
+
+@cache
+def _trained_pair(seed: int, steps: int) -> Pair:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = chat_tokenizer("bos")

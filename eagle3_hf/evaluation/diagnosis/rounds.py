@@ -30,7 +30,7 @@ class Round:
     Attributes:
         root: Index in the text of the token below which it drafted.
         accepted: Number of accepted drafts.
-        depth: Deepest level that it could try.
+        depth: Deepest level of its tree, or of the text.
         cause: Why the draft behind the accepted ones missed; `None` where none missed.
     """
 
@@ -113,8 +113,7 @@ def _walk(
         child = _child(tree, path[-1], chosen[at])
         if child is None:
             cause = cause_of_miss(pool, tree, path, chosen[at], vocabulary)
-            depth = max(tree.depth, len(path) if cause is not None else 0)
-            return Round(root, len(path) - 1, depth, cause)
+            return Round(root, len(path) - 1, tree.depth, cause)
         path.append(child)
         at += 1
         if chosen[at - 1] != tokens[at]:
