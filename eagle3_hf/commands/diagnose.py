@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..evaluation.diagnosis.diagnose import diagnose
     from ..utils.devices import place_in_words
 
-    data = _by_task(arguments.data)
     overrides = fields(arguments.set)
     _check_files(arguments)
+    data = _load_data(arguments)
     logging.disable_progress_bar()
     target = load_target(arguments)
     draft = Eagle3DraftModel.from_pretrained(arguments.head, **overrides).to(target.device)
@@ -86,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
         draft,
         data,
         AutoTokenizer.from_pretrained(arguments.model),
-        split=arguments.split,
         chats=arguments.chats or None,
         max_length=arguments.max_length,
         answers="own" if arguments.own_answers else "given",
@@ -104,15 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _by_task(places: list[str]) -> Any:
-    """Return one source as it is, and several by the names of their tasks."""
-    if len(places) == 1:
-        return places[0]
-    names = [Path(each).name.split(".")[0] for each in places]
+def _load_data(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the chats of each task, by its name."""
+    from ..training.data.sources import load_chats
+
+    names = [Path(each).name.split(".")[0] for each in arguments.data]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"--data {' '.join(places)}: two tasks have the name {twice}: rename a file")
-    return dict(zip(names, places, strict=True))
+        raise ValueError(f"--data {' '.join(arguments.data)}: two tasks have the name {twice}: rename a file")
+    return {name: load_chats(each, split=arguments.split) for name, each in zip(names, arguments.data, strict=True)}
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

@@ -292,6 +292,11 @@ class Eagle3Trainer(Trainer):
         output.metrics[f"{metric_key_prefix}_loss"] = total / max(counts[0], 1.0)
         output.metrics.update(step_metrics(hits, counts, f"{metric_key_prefix}_"))
         output.metrics.update(self._measured_tau(metric_key_prefix))
+        if metric_key_prefix == "eval" and counts[0]:
+            # What a decoded text is compared with, see `decoding.draft.trial`.
+            self.draft.config.held_out_accuracy = [
+                round(hit / count, 4) for hit, count in zip(hits, counts, strict=True) if count
+            ]
         return output
 
     def _measured_tau(self, prefix: str) -> dict[str, float]:

@@ -15,7 +15,7 @@ from support.chats import chat_tokenizer, tiny_target
 from support.training_runs import chats
 
 
-COMMANDS = ("datagen", "show-mask", "features", "bench", "inspect", "convert")
+COMMANDS = ("datagen", "show-mask", "features", "bench", "diagnose", "inspect", "convert")
 NUMBERS = {values.count, values.amount, values.share, values.positive, values.not_negative}
 NO_NUMBERS = ["", "x", "nan", "-1", "inf", "1e9999", "0x10", "1,5"]
 
@@ -78,6 +78,7 @@ def valid(folder: Path, out: Path, command: str) -> list[str]:
             "--output",
             str(out / "b"),
         ],
+        "diagnose": [target, head, "--data", data, "--rounds", "3", "--no-sweep"],
         "inspect": [head, "--target", target],
         "convert": [head, str(out / "head"), "--to", "vllm"],
     }[command]
@@ -161,7 +162,7 @@ def test_names_of_nothing(command, folder, tmp_path, capsys):
         ("--device-map", "everywhere", "'everywhere' is not a device"),
     ],
 )
-@pytest.mark.parametrize("command", ["datagen", "features", "bench", "train"])
+@pytest.mark.parametrize("command", ["datagen", "features", "bench", "diagnose", "train"])
 def test_placement(command, option, value, words, folder, tmp_path, capsys):
     """The same words in every command."""
     if command == "train":
@@ -194,6 +195,7 @@ def test_models_and_data_of_the_wrong_kind(command, place, folder, tmp_path, cap
         ("datagen", "--seeds"),
         ("datagen", "--prompts"),
         ("bench", "--prompts"),
+        ("diagnose", "--data"),
         ("inspect", "--target"),
         ("convert", "--target"),
     ],

@@ -6,6 +6,7 @@ from .result import Diagnosis, Group
 
 
 _SHOWN_SETTINGS = 5
+_FEW_POSITIONS = 300
 
 
 def to_text(result: Diagnosis) -> str:
@@ -37,6 +38,8 @@ def header_lines(result: Diagnosis) -> list[str]:
         f"draft vocabulary: {covered.size} tokens, {covered.of_choices:.1%} of the target's choices and "
         f"{covered.of_text:.1%} of the text (the best {covered.size} of these texts: {covered.best:.1%})",
     ]
+    if result.positions < _FEW_POSITIONS:
+        lines.append(f"{result.positions} positions are few: with more chats, smaller effects can be told from chance")
     if result.missing_words:
         lines.append(f"most frequent choices outside it: {', '.join(map(repr, result.missing_words))}")
     return [*lines, str(result.record), _precision_line(result)]
