@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, convert, datagen, diagnose, features, inspect, show_mask, train
+from .commands import bench, chat, convert, datagen, diagnose, features, inspect, show_mask, train
 from .commands.errors import in_words
 from .commands.hub import stay_offline_where_unreachable
 from .commands.models import check_targets
@@ -14,7 +14,7 @@ from .commands.parser import Parser
 from .utils.logging import info_shown
 
 
-_COMMANDS = (datagen, show_mask, features, train, bench, diagnose, inspect, convert)
+_COMMANDS = (datagen, show_mask, features, train, bench, diagnose, chat, inspect, convert)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from support.chats import chat_tokenizer, tiny_target
 from support.training_runs import chats
 
 
-COMMANDS = ("datagen", "show-mask", "features", "bench", "diagnose", "inspect", "convert")
+COMMANDS = ("datagen", "show-mask", "features", "bench", "diagnose", "chat", "inspect", "convert")
 NUMBERS = {values.count, values.amount, values.share, values.positive, values.not_negative}
 NO_NUMBERS = ["", "x", "nan", "-1", "inf", "1e9999", "0x10", "1,5"]
 
@@ -79,6 +79,7 @@ def valid(folder: Path, out: Path, command: str) -> list[str]:
             str(out / "b"),
         ],
         "diagnose": [target, head, "--data", data, "--rounds", "3", "--no-sweep"],
+        "chat": [target, head],
         "inspect": [head, "--target", target],
         "convert": [head, str(out / "head"), "--to", "vllm"],
     }[command]

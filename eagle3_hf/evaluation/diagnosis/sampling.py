@@ -45,7 +45,7 @@ def shares_at(
     for above, below in zip(target_logits.split(size), draft_logits.split(size), strict=True):
         p = _probabilities(above, temperature)[:, ids]
         q = _probabilities(below.to(above.device), temperature)
-        best = q.topk(min(children, q.shape[-1]), dim=-1).indices
+        best = below.to(above.device).topk(min(children, q.shape[-1]), dim=-1).indices
         chosen = p.gather(-1, best).double()
         parts = (chosen[:, 0].sum(), chosen.sum(), torch.minimum(p, q).double().sum())
         sums += torch.stack(parts).cpu()
