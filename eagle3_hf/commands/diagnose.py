@@ -1,15 +1,15 @@
 """`eagle3-hf diagnose`: why few drafts of a head are accepted, and what to do about it."""
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+from .files import check_result_files, require_matplotlib
 from .help import Defaults
 from .placement import add_placement, load_target
 from .settings import add_settings, fields
-from .values import amount, check_output_folder, count, json_object, not_negative, path, place
+from .values import amount, count, json_object, not_negative, path, place
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -75,7 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..utils.devices import place_in_words
 
     overrides = fields(arguments.set)
-    _check_files(arguments)
+    check_result_files(filter(None, (arguments.json, arguments.html)))
+    if arguments.html is not None:
+        require_matplotlib()
     data = _load_data(arguments)
     logging.disable_progress_bar()
     target = load_target(arguments)
@@ -112,18 +114,6 @@ def _load_data(arguments: argparse.Namespace) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"--data {' '.join(arguments.data)}: two tasks have the name {twice}: rename a file")
     return {name: load_chats(each, split=arguments.split) for name, each in zip(names, arguments.data, strict=True)}
-
-
-def _check_files(arguments: argparse.Namespace) -> None:
-    """Check that the results can be written, before anything is loaded."""
-    for file in filter(None, (arguments.json, arguments.html)):
-        if file.is_dir():
-            raise ValueError(f"{file} is a folder: name a file")
-        check_output_folder(file.absolute().parent)
-        if not file.absolute().parent.is_dir():
-            raise ValueError(f"{file}: the folder {file.parent} does not exist")
-    if arguments.html and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('--html needs matplotlib, which is missing: pip install "eagle3-hf[plot]"')
 
 
 def _write(arguments: argparse.Namespace, result: Any) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from ..utils.palette import DARK, LIGHT, series_variables
 
-_LIGHT = ("#0072b2", "#d55e00", "#009e73", "#a0458a", "#2b8cc4", "#b07800", "#6a51a3", "#666666")
-_DARK = ("#56a8e0", "#ff8c42", "#2fc79a", "#e39ad0", "#8fd0f5", "#f0b93a", "#b39ddb", "#aaaaaa")
+
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #ffffff; --grid: #dddddd; --soft: #f3f3f3; LIGHT }
 @media (prefers-color-scheme: dark) {
@@ -39,7 +39,7 @@ def document(title: str, parts: Iterable[str]) -> str:
         title: Title and heading, as text.
         parts: What follows, as HTML.
     """
-    style = _STYLE.replace("LIGHT", _series(_LIGHT)).replace("DARK", _series(_DARK))
+    style = _STYLE.replace("LIGHT", series_variables(LIGHT)).replace("DARK", series_variables(DARK))
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -72,10 +72,6 @@ def table(heading: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
     return f'<div class="table"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _series(colours: Sequence[str]) -> str:
-    return " ".join(f"--series-{index}: {colour};" for index, colour in enumerate(colours))
 
 
 __all__ = ["bullets", "document", "figure", "table"]

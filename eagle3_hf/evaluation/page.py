@@ -1,13 +1,13 @@
 """Results of a benchmark as one HTML page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from . import plots
 from .cells import Setting
 from .html import bullets, document, figure, table
 from .report import column_table, depth_table, figures_of, header_lines, length_table, task_table
-from .results import BenchResult
+from .results import BenchResult, Figures
 
 
 def to_html(result: BenchResult) -> str:
@@ -20,6 +20,7 @@ def to_html(result: BenchResult) -> str:
             bullets(header_lines(result)),
             *(f'<p class="warning">{escape(warning)}</p>' for warning in result.warnings),
             *(part for setting in _settings(result) for part in _section(result, setting)),
+            *by_batch(result),
             *_machine(result),
             *_differences(result),
         ],
@@ -52,6 +53,18 @@ def _section(result: BenchResult, setting: Setting) -> Iterator[str]:
     if drafting:
         yield table(*depth_table(drafting, result.chains))
         yield table(*length_table(drafting))
+
+
+def by_batch(result: BenchResult) -> Iterator[str]:
+    """Yield a plot for each temperature and length that was measured with several batch sizes."""
+    groups: dict[tuple[float, int], dict[int, Sequence[Figures]]] = {}
+    for setting in _settings(result):
+        sizes = groups.setdefault((setting.temperature, setting.max_new_tokens), {})
+        sizes[setting.batch_size] = figures_of(result, setting, None)
+    for (temperature, length), sizes in groups.items():
+        if len(sizes) > 1:
+            caption = f"Speed-up by batch size (temperature {temperature:g}, {length} new tokens)"
+            yield figure(caption, plots.speedups_by_batch(dict(sorted(sizes.items())), result.columns))
 
 
 def _machine(result: BenchResult) -> Iterator[str]:

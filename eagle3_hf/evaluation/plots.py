@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from .drawing import INK, NUM_SERIES, SERIES, drawn, legend
+from ..utils.drawing import INK, NUM_SERIES, SERIES, drawn, legend
 from .results import Figures
 
 
@@ -39,6 +39,30 @@ def speedups_by_task(by_task: Mapping[str, Sequence[Figures]], columns: Sequence
         legend(axes, {column: _colour(column, columns) for column in shown})
 
     return drawn(draw, len(by_task) * max(1.0, 0.5 * len(shown)) + 1, "Speed-up of each column by task")
+
+
+def speedups_by_batch(by_batch: Mapping[int, Sequence[Figures]], columns: Sequence[str]) -> str:
+    """Return a plot of the speed-up of each column against the batch size, with its intervals."""
+    measured = {each.column for figures in by_batch.values() for each in figures}
+    shown = [column for column in columns if column != "plain" and column in measured]
+
+    def draw(axes: Any) -> None:
+        for column in shown:
+            colour = _colour(column, columns)
+            found = {size: each.speedup for size, own in by_batch.items() for each in own if each.column == column}
+            for size, speedup in found.items():
+                if speedup.low is not None and speedup.high is not None:
+                    axes.plot([size, size], [speedup.low, speedup.high], color=colour, linewidth=1.2)
+            axes.plot(list(found), [each.value for each in found.values()], "o-", markersize=4, color=colour)
+        axes.axhline(1.0, color=INK, linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(by_batch), list(map(str, by_batch)))
+        axes.set_xlabel("batch size")
+        axes.set_ylabel("speed-up over ordinary decoding")
+        axes.grid(axis="y")
+        legend(axes, {column: _colour(column, columns) for column in shown})
+
+    return drawn(draw, 8, "Speed-up of each column by batch size")
 
 
 def acceptance_by_depth(figures: Sequence[Figures], columns: Sequence[str]) -> str:

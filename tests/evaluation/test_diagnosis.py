@@ -302,7 +302,7 @@ def test_the_command_reports_and_writes_a_page(folder, tmp_path, capsys):
 def test_a_field_of_the_head_can_be_overridden(folder, capsys):
     places = [str(folder / "target"), str(folder / "head"), "--data", str(folder / "chats.jsonl")]
     assert main(["diagnose", *places, "--rounds", "4", "--set", "target_layer_ids=[3,5,7]"]) == 0
-    assert "wrong layer ids (layer ids [2, 4, 6] raises" in capsys.readouterr().out
+    assert "wrong layer ids (with layer ids [2, 4, 6] the accuracy rises from" in capsys.readouterr().out
 
 
 def test_two_tasks_of_one_name_are_rejected(folder, capsys):

@@ -156,7 +156,7 @@ def _settings(evidence: Evidence) -> list[Finding]:
             found.append(
                 Finding(
                     fault,
-                    f"{tried.setting} raises the accuracy from {tried.accuracy - tried.gain:.1%} to "
+                    f"with {tried.setting} the accuracy rises from {tried.accuracy - tried.gain:.1%} to "
                     f"{tried.accuracy:.1%} (p = {tried.p_value:.1g}, corrected for {len(evidence.sweep)} settings)",
                     f"Load the head with {tried.setting.field}={tried.setting.value}.",
                 )

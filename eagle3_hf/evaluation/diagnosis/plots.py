@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..drawing import INK, SERIES, drawn, legend
+from ...utils.drawing import INK, SERIES, drawn, legend
 from .result import Diagnosis
 
 
