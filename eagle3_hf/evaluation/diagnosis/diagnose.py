@@ -1,6 +1,7 @@
 """`diagnose`: why few drafts of a head are accepted on some chats, and what to do about it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,8 +129,8 @@ def _result(
     hits = _joined(each.depths[0].hits for each in seen)
     stats = SpeculationStats.total(each.rounds.stats for each in seen)
     return Diagnosis(
-        target=collector.target.name_or_path or type(collector.target).__name__,
-        head=draft.name_or_path or type(draft).__name__,
+        target=_name(collector.target),
+        head=_name(draft),
         own_answers=own,
         texts=len(seen),
         positions=len(choices),
@@ -202,6 +203,12 @@ def _length_names() -> list[str]:
 
 def _length_name(text: TrueText) -> str:
     return _length_names()[int(np.searchsorted(_LENGTHS, text.roots[0], side="right"))]
+
+
+def _name(model: PreTrainedModel) -> str:
+    """Return where a model was loaded from, of a local folder its name alone."""
+    place = model.name_or_path or type(model).__name__
+    return Path(place).resolve().name if Path(place).is_dir() else place
 
 
 def _tree_in_words(tree: TreeSettings) -> str:

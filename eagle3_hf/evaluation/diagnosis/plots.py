@@ -65,7 +65,7 @@ def settings(result: Diagnosis) -> str:
         axes.axvline(tried[0].accuracy - tried[0].gain, color=INK, linewidth=0.8)
         axes.set_yticks(range(len(tried)), [str(each.setting) for each in tried])
         axes.set_ylim(len(tried) - 0.5, -0.5)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, min(1.02, 1.1 * max(axes.get_xlim())))
         axes.set_xlabel("first choice right (line: present setting)")
         axes.grid(axis="x")
 
