@@ -8,8 +8,16 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from eagle3_hf import Eagle3Candidate, Eagle3DraftModel, EncodingOptions, SpeculationStats, diagnose
+from eagle3_hf import (
+    Eagle3Candidate,
+    Eagle3DraftModel,
+    EncodingOptions,
+    LookupDraft,
+    SpeculationStats,
+    diagnose,
+)
 from eagle3_hf.cli import main
 from eagle3_hf.decoding.draft.inputs import DraftInputs
 from eagle3_hf.evaluation.diagnosis.findings import Fault
@@ -19,10 +27,14 @@ from eagle3_hf.evaluation.diagnosis.rounds import rounds_of
 from eagle3_hf.evaluation.diagnosis.settings import LAYER_IDS, ROPE, HeadSetting, with_setting
 from eagle3_hf.evaluation.diagnosis.sweep import judge, p_of_gain
 from eagle3_hf.evaluation.diagnosis.texts import load_texts
+from eagle3_hf.evaluation.misses import Cause
 from eagle3_hf.model.tree_settings import TreeSettings, measured_alone, tree_settings
 from support.chats import TEMPLATES
-from support.drafts import set_tree
+from support.drafts import half_vocabulary, set_tree, target_of
+from support.families import prompt
+from support.heads import VARIANTS
 from support.sound_heads import FEW_STEPS, NEW_TOKENS, Pair, sound_pair
+from support.tokenizers import words
 
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
@@ -183,6 +195,34 @@ def test_nothing_is_changed():
     assert pair.draft.config.to_dict() == config
     assert pair.draft.generation_config.to_dict() == tree
     assert all(torch.equal(tensor, before[name]) for name, tensor in pair.draft.state_dict().items())
+
+
+@pytest.mark.each_choice
+@pytest.mark.parametrize("variant", [None, *VARIANTS])
+@pytest.mark.parametrize("family", ["llama", "mistral_sw", "gemma3", "gpt_oss"])
+def test_every_kind_of_head_and_target(family, variant):
+    """Heads of all kinds can be diagnosed, and the causes add up."""
+    target = target_of(family)
+    torch.manual_seed(0)
+    draft = Eagle3DraftModel.from_target(
+        target, draft_vocab=half_vocabulary(), **(VARIANTS[variant] if variant else {})
+    )
+    ids = prompt(24, 0)[0].tolist()
+    found = diagnose(target, draft.eval(), [{"input_ids": ids, "labels": [-100] * 8 + ids[8:]}], words(), rounds=6)
+    assert sum(found.causes.values()) == found.misses
+    assert found.causes[Cause.OUTSIDE_VOCABULARY] > 0
+    assert found.record.recorded_vocab is None
+    assert all(each.setting.field == ROPE for each in found.sweep) == (variant == "final output alone")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_diagnosed_and_other_drafts_rejected():
+    pair = sound_pair()
+    adapted = get_peft_model(pair.copied().draft, LoraConfig(r=2, target_modules=["fc"]))
+    found = diagnose(pair.target, adapted, pair.answered, pair.tokenizer, rounds=4, sweep=False)
+    assert found.accuracy > 0.9
+    with pytest.raises(TypeError, match="draft must be an Eagle3DraftModel, got a LookupDraft"):
+        diagnose(pair.target, LookupDraft(), pair.answered, pair.tokenizer)
 
 
 def test_tasks_lengths_and_temperatures():

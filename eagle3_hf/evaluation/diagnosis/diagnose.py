@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...acceptance import SpeculationStats
+from ...decoding.assistants import as_draft
 from ...model.modeling_eagle3 import Eagle3DraftModel
 from ...model.tree_settings import TreeSettings, measured_alone, tree_settings
 from ...training.data.options import EncodingOptions
@@ -32,7 +33,7 @@ _LENGTHS = (128, 512, 2048)  # of prompts, in tokens: ends of the groups
 
 def diagnose(
     target: PreTrainedModel,
-    draft: Eagle3DraftModel,
+    draft: Any,
     data: Any,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -56,7 +57,7 @@ def diagnose(
 
     Args:
         target: The target.
-        draft: The head.
+        draft: The head, which may have adapters.
         data: Chats: whatever [`load_chats`] takes, or such sources by the name of their task. Best are chats whose
             answers the target wrote, of the kind that it is used for.
         tokenizer: The target's tokenizer.
@@ -74,25 +75,30 @@ def diagnose(
         progress: Whether to show a progress bar.
 
     Raises:
+        TypeError: the draft is no head.
         ValueError: an argument is invalid, the head does not fit the target, or no chat has an answer.
     """
     if answers not in ("given", "own"):
         raise ValueError(f'answers must be "given" or "own", got {answers!r}')
+    head = as_draft(draft)
+    if not isinstance(head, Eagle3DraftModel):
+        raise TypeError(
+            f"draft must be an Eagle3DraftModel, got a {type(draft).__name__}: only heads can be diagnosed"
+        )
     for name, number in {"rounds": rounds, "depth": depth, "max_new_tokens": max_new_tokens}.items():
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    draft.check_target(target)
+    head.check_target(target)
     texts = load_texts(data, tokenizer, EncodingOptions(max_length, template_kwargs), split, chats, seed)
     if answers == "own":
         texts = [own_answers(text, target, max_new_tokens) for text in texts]
         texts = [text for text in texts if text.is_answer.any()]
         if not texts:
             raise ValueError("the target ends each of its answers at once: nothing is left to draft")
-    with measured_alone(draft, target):
-        tree = tree_settings(draft, target)
-        collector = Collector(target, draft, tree, depth, temperatures, sweep)
+    with measured_alone(head, target):
+        collector = Collector(target, head, tree_settings(head, target), depth, temperatures, sweep)
         seen = _collect(collector, texts, rounds, progress)
-    return _result(collector, seen, check_record(draft.config, tokenizer), answers == "own", _decode(tokenizer))
+    return _result(collector, seen, check_record(head.config, tokenizer), answers == "own", _decode(tokenizer))
 
 
 def _collect(collector: Collector, texts: list[TrueText], rounds: int, progress: bool) -> list[TextEvidence]:
