@@ -130,7 +130,18 @@ def _result(
     precision = _precision(collector, seen)
     exact = _accuracies([each.exact for each in seen])
     causes = {cause: sum(each.rounds.causes[cause] for each in seen) for cause in Cause}
-    found = findings(Evidence(precision.not_finite, precision.dtype, exact, covered, mapped, record, tried, causes))
+    found = findings(
+        Evidence(
+            precision.not_finite,
+            (precision.dtype, precision.target_dtype),
+            exact,
+            covered,
+            mapped,
+            record,
+            tried,
+            causes,
+        )
+    )
     probabilities = _joined(each.depths[0].probability for each in seen)
     hits = _joined(each.depths[0].hits for each in seen)
     stats = SpeculationStats.total(each.rounds.stats for each in seen)
@@ -172,7 +183,8 @@ def _tried(collector: Collector, seen: list[TextEvidence]) -> list[TriedSetting]
 def _precision(collector: Collector, seen: list[TextEvidence]) -> Precision:
     finite = _joined(depth.is_finite for each in seen for depth in each.depths)
     return Precision(
-        str(collector.draft.dtype).removeprefix("torch."),
+        _dtype(collector.draft),
+        _dtype(collector.target),
         float(1 - finite.mean()),
         _accuracies([each.depths for each in seen])[0],
         _accuracies([each.exact for each in seen])[0] if collector.has_twin else None,
@@ -215,6 +227,10 @@ def _name(model: PreTrainedModel) -> str:
     """Return where a model was loaded from, of a local folder its name alone."""
     place = model.name_or_path or type(model).__name__
     return Path(place).resolve().name if Path(place).is_dir() else place
+
+
+def _dtype(model: PreTrainedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
 
 
 def _tree_in_words(tree: TreeSettings) -> str:

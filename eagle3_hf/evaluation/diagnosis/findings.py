@@ -57,14 +57,14 @@ class Evidence:
 
     Attributes:
         not_finite: Share of positions with numbers of the head that are not finite.
-        dtype: The head's data type.
+        dtypes: The data types of head and target.
         accuracy: Accuracy at each depth; of a head in float16, that of a copy in float32.
         coverage, map_check, record, sweep: See [`Diagnosis`].
         causes: Number of misses of each cause.
     """
 
     not_finite: float
-    dtype: str
+    dtypes: tuple[str, str]
     accuracy: Sequence[float]
     coverage: Coverage
     map_check: MapCheck
@@ -128,7 +128,7 @@ def _overflow(evidence: Evidence) -> list[Finding]:
         Finding(
             Fault.OVERFLOW,
             f"at {evidence.not_finite:.1%} of the positions a number of the head, or of the features that it reads, "
-            f"is not finite in {evidence.dtype}",
+            f"is not finite, with the head in {evidence.dtypes[0]} and the target in {evidence.dtypes[1]}",
             "Load the head and its target in bfloat16 or float32.",
         )
     ]

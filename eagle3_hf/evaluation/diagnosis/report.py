@@ -119,7 +119,8 @@ def _present(result: Diagnosis) -> float:
 
 def _precision_line(result: Diagnosis) -> str:
     found = result.precision
-    line = f"head in {found.dtype}: numbers are not finite at {found.not_finite:.1%} of the positions"
+    line = f"head in {found.dtype}, target in {found.target_dtype}: "
+    line += f"numbers are not finite at {found.not_finite:.1%} of the positions"
     if found.in_float32 is not None:
         line += f"; first choice right {found.accuracy:.1%}, in float32 {found.in_float32:.1%}"
     return line

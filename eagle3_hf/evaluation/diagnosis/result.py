@@ -37,10 +37,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Precision:
-    """What the head's data type costs.
+    """What the data types cost.
 
     Attributes:
-        dtype: The head's data type.
+        dtype, target_dtype: The data types of head and target.
         not_finite: Share of positions at which some number of the head, or of the features that it reads, is not
             finite.
         accuracy: Share of hits at depth 1.
@@ -48,6 +48,7 @@ class Precision:
     """
 
     dtype: str
+    target_dtype: str
     not_finite: float
     accuracy: float
     in_float32: float | None
@@ -74,7 +75,7 @@ class Diagnosis:
         map_check: Whether the map of the draft vocabulary leads to the right tokens.
         record: Tokenizer and chat template against the head's record.
         sweep: Other settings of the head, the best first.
-        precision: What the head's data type costs.
+        precision: What the data types cost.
         by_task, by_prompt_length: Groups of the texts.
         by_temperature: Acceptance in sampling.
         calibration: Whether the head's probabilities are what they say.
