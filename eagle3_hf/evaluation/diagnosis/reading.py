@@ -17,7 +17,7 @@ from ...model.features import FeatureReader
 from ...model.modeling_eagle3 import Eagle3DraftModel
 from ...model.offload import device_of_head
 from ...ttt.attention import TTTAttention
-from .texts import TrueText
+from .texts import TrueText, input_device
 
 
 _NUMBERS = 2**24  # logits of the head that exist at a time
@@ -45,9 +45,7 @@ class TargetReading:
 @torch.no_grad()
 def read_target(target: PreTrainedModel, text: TrueText, layer_ids: Sequence[int]) -> TargetReading:
     """Run the target over a text, and keep the features of these layers."""
-    ids = text.ids[None].to(target.get_input_embeddings().weight.device)
-    if ids.device.type == "meta":  # offloaded
-        ids = text.ids[None].to(target.device)
+    ids = text.ids[None].to(input_device(target))
     read = sorted(set(layer_ids))
     with FeatureReader(target, read) as reader:
         logits = target(input_ids=ids, use_cache=False).logits[0]

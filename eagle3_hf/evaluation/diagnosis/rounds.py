@@ -7,6 +7,7 @@ target would have left the text, the round is counted as far as it went, without
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -112,7 +113,8 @@ def _walk(
     while at < end:
         child = _child(tree, path[-1], chosen[at])
         if child is None:
-            cause = cause_of_miss(pool, tree, path, chosen[at], vocabulary)
+            candidates = _Candidates(pool.tokens.tolist(), pool.parents.tolist())
+            cause = cause_of_miss(candidates, tree, path, chosen[at], vocabulary)
             return Round(root, len(path) - 1, tree.depth, cause)
         path.append(child)
         at += 1
@@ -136,6 +138,13 @@ def _on_host(pool: CandidatePool) -> Pool:
     """Return the candidates of one sequence, best first, without those that can never be kept."""
     tokens, parents, scores, _ = (part[0].cpu().numpy() for part in pool.joined())
     return sorted_pool(tokens, parents, scores)
+
+
+class _Candidates(NamedTuple):
+    """The candidates of a round as lists, see [`cause_of_miss`]."""
+
+    tokens: list[int]
+    parents: list[int]
 
 
 class _Vocabulary:

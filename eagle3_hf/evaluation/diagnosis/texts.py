@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ...training.data.encoding import as_tokenizer, dropped_chats, encode_dataset
 from ...training.data.options import EncodingOptions
@@ -80,12 +80,12 @@ def load_texts(
     return texts
 
 
-def own_answers(text: TrueText, target: PreTrainedModel, max_new_tokens: int) -> TrueText:
+def own_answers(text: TrueText, target: Any, max_new_tokens: int) -> TrueText:
     """Return the text with its first answer, and what follows, replaced by the target's greedy answer.
 
     Answers of one token leave nothing to draft: `is_answer` is then false everywhere.
     """
-    prompt = text.ids[: text.roots[0]][None].to(_input_device(target))
+    prompt = text.ids[: text.roots[0]][None].to(input_device(target))
     with torch.no_grad():
         ids = target.generate(
             prompt,
@@ -113,9 +113,10 @@ def _name_of(source: Any) -> str:
     return Path(source).name.split(".")[0] if isinstance(source, (str, os.PathLike)) else "chats"
 
 
-def _input_device(target: PreTrainedModel) -> torch.device:
+def input_device(target: Any) -> torch.device:
+    """Return the device on which a target expects its ids; that of its hooks where weights are offloaded."""
     device = target.get_input_embeddings().weight.device
     return target.device if device.type == "meta" else device
 
 
-__all__ = ["TrueText", "load_texts", "own_answers"]
+__all__ = ["TrueText", "input_device", "load_texts", "own_answers"]

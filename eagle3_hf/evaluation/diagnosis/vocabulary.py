@@ -116,7 +116,8 @@ def check_map(
             by_last += int(bigrams.get(int(before[at])) == wanted[at])
             if guess != tokens[at] and guess == wanted[at]:
                 moved.add(int(ids[at]))
-    return MapCheck(*(number / max(1, known) for number in (present, learnt, by_last)), len(moved))
+    total = max(1, known)
+    return MapCheck(present / total, learnt / total, by_last / total, len(moved))
 
 
 def _most_frequent(keys: np.ndarray, values: np.ndarray) -> dict[int, int]:
