@@ -34,6 +34,8 @@ from .utils.devices import own_device
 if TYPE_CHECKING:
     from .evaluation.bench import bench
     from .evaluation.compare import Comparison, TaskResult, compare
+    from .evaluation.diagnosis.diagnose import diagnose
+    from .evaluation.diagnosis.result import Diagnosis
     from .evaluation.lossless import LosslessError, LosslessReport, assert_lossless, check_lossless
     from .evaluation.results import BenchResult
     from .evaluation.trace import Trace, TracedNode, TracedRound, trace
@@ -58,6 +60,7 @@ else:
     _LAZY = {
         "BenchResult": "evaluation.results",
         "Comparison": "evaluation.compare",
+        "Diagnosis": "evaluation.diagnosis.result",
         "Eagle3DataCollator": "training.data.collator",
         "Eagle3Trainer": "training.trainer",
         "Eagle3TrainingArguments": "training.arguments",
@@ -81,6 +84,7 @@ else:
         "cached_draft_vocab": "training.data.draft_vocab",
         "check_lossless": "evaluation.lossless",
         "compare": "evaluation.compare",
+        "diagnose": "evaluation.diagnosis.diagnose",
         "dropped_chats": "training.data.encoding",
         "encode_dataset": "training.data.encoding",
         "export_head": "export",
@@ -106,6 +110,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BenchResult",
     "Comparison",
+    "Diagnosis",
     "DraftTree",
     "Eagle3Candidate",
     "Eagle3DataCollator",
@@ -140,6 +145,7 @@ __all__ = [
     "compare",
     "default_layer_ids",
     "describe_head",
+    "diagnose",
     "disable",
     "dropped_chats",
     "enable",

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, check, convert, datagen, features, inspect, show_mask, trace, train
+from .commands import bench, chat, check, convert, datagen, diagnose, features, inspect, show_mask, trace, train
 from .commands.errors import in_words
 from .commands.hub import stay_offline_where_unreachable
 from .commands.models import check_targets
@@ -14,7 +14,7 @@ from .commands.parser import Parser
 from .utils.logging import info_shown
 
 
-_COMMANDS = (datagen, show_mask, features, train, bench, check, trace, inspect, convert)
+_COMMANDS = (datagen, show_mask, features, train, bench, check, diagnose, trace, chat, inspect, convert)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +55,7 @@ def _places(arguments: argparse.Namespace) -> list[str]:
     """Return the arguments that may be Hub ids: models and data."""
     names = ("model", "head", "target", "data", "prompts")
     values = [getattr(arguments, name, None) for name in names]
+    values = [each for value in values for each in (value if isinstance(value, list) else [value])]
     values += [text.rpartition("=")[2] for text in getattr(arguments, "more_heads", ())]
     return [str(value) for value in values if value and value != "random"]
 

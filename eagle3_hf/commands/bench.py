@@ -2,11 +2,11 @@
 
 import argparse
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+from .files import check_result_files, require_matplotlib
 from .heads import load_head
 from .help import Defaults
 from .placement import add_placement, load_target
@@ -204,15 +204,13 @@ def _print_start(arguments: argparse.Namespace, benchmark: Any, names: dict[str,
 def _check_files(arguments: argparse.Namespace) -> dict[str, Path]:
     """Return the files to write by kind, after a check that they can be written."""
     files = {name: file for name in ("json", "csv", "html") if (file := getattr(arguments, name)) is not None}
-    for file in (*files.values(), *([arguments.output] if arguments.output else [Path(_FOLDER) / "answers"])):
-        if file.is_dir():
-            raise ValueError(f"{file} is a folder: name a file")
-        check_output_folder(file.absolute().parent)
-    for file in files.values():
-        if not file.absolute().parent.is_dir():
-            raise ValueError(f"{file}: the folder {file.parent} does not exist")
-    if "html" in files and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('--html needs matplotlib, which is missing: pip install "eagle3-hf[plot]"')
+    answers = arguments.output or Path(_FOLDER) / "answers"
+    if answers.is_dir():
+        raise ValueError(f"{answers} is a folder: name a file")
+    check_output_folder(answers.absolute().parent)  # which may be created
+    check_result_files(files.values())
+    if "html" in files:
+        require_matplotlib()
     return files
 
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import check_result_files, require_matplotlib
 from .placement import load_target
 from .values import check_output_folder, path, place
 
 
-REPLAY_OPTIONS = ("record", "replay", "costs", "count_ops")
+REPLAY_OPTIONS = ("record", "replay", "costs", "measured", "count_ops")
 
 
 def add_replay_options(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,13 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
         type=place,
         default="cpu",
         help="costs of a round in a replay: cpu, gpu-eager, gpu-graphs, or a JSON file (default: cpu)",
+    )
+    group.add_argument(
+        "--measured",
+        type=path,
+        metavar="FILE",
+        help="results of a benchmark (--json), whose fixed trees become dots beside the modelled curves of --replay "
+        "with --html",
     )
     group.add_argument(
         "--count-ops",
@@ -56,6 +64,8 @@ def without_clock(arguments: argparse.Namespace, load_head: Callable[[str, Any],
         raise ValueError(f"{names} exclude each other: give one of them")
     if arguments.replay is None and arguments.head is None:
         raise ValueError("MODEL and HEAD are missing: only --replay does without them")
+    if arguments.measured is not None and (arguments.replay is None or arguments.html is None):
+        raise ValueError("--measured adds dots to the page of a replay: give --replay and --html too")
     if arguments.replay is not None:
         return _replay(arguments)
     if arguments.record is not None:
@@ -70,6 +80,9 @@ def _replay(arguments: argparse.Namespace) -> int:
     from ..evaluation.replay import FixedTree, PlainSteps, Policy, Replay, markdown_table
     from ..model.tree_settings import CPU_TREE, PAPER_TREE
 
+    if arguments.html is not None:
+        check_result_files([arguments.html])
+        require_matplotlib()
     trees = arguments.tree or ["/".join(map(str, tree.values())) for tree in (CPU_TREE, PAPER_TREE)]
     policies: dict[str, Policy] = {}
     for tree in trees:
@@ -83,7 +96,29 @@ def _replay(arguments: argparse.Namespace) -> int:
     print(f"{record.describe()}\ncosts {arguments.costs}: tau / modelled speed-up")
     results = {name: replay.by_task(policy) for name, policy in policies.items()}
     print(markdown_table(results | {"plain": replay.by_task(PlainSteps())}))
+    if arguments.html is not None:
+        _write_page(arguments, replay, [parse_tree(tree) for tree in trees], record.describe())
     return 0
+
+
+def _write_page(arguments: argparse.Namespace, replay: Any, trees: Sequence[dict[str, int]], about: str) -> None:
+    """Write a page with a curve for each depth and number of children among the trees."""
+    from ..evaluation.replay_page import to_html
+    from ..evaluation.tree_sizes import measured_sizes, modelled_sizes, sizes_up_to
+
+    measured = {} if arguments.measured is None else measured_sizes(arguments.measured)
+    families: dict[tuple[int, int], int] = {}
+    for nodes, depth, top_k in (tree.values() for tree in trees):
+        families[depth, top_k] = max(nodes, families.get((depth, top_k), 0))
+    names = {family: f"depth {family[0]}, top_k {family[1]}" for family in families}
+    page = to_html(
+        f"Replay of {arguments.replay.name}",
+        [about, f"costs: {arguments.costs}"],
+        {names[own]: modelled_sizes(replay, *own, sizes_up_to(most)) for own, most in families.items()},
+        {names[own]: points for own, points in measured.items() if own in names},
+    )
+    arguments.html.write_text(page, encoding="utf-8")
+    print(f"written: {arguments.html}")
 
 
 def _record(arguments: argparse.Namespace, load_head: Callable[[str, Any], Any]) -> int:

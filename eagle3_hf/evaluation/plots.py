@@ -1,37 +1,13 @@
-"""Plots of a benchmark's figures, as SVG that takes the colours of the page around it."""
+"""Plots of a benchmark's figures."""
 
-import hashlib
-import io
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure as Canvas
-
+from ..utils.drawing import INK, NUM_SERIES, SERIES, drawn, legend
 from .results import Figures
 
 
-NUM_SERIES = 8
-_WIDTH, _LINE = 4.6, 0.34  # inches: at this width the text of a plot is as large as that of the page on a phone
-# Colours that stand for variables of the page's style sheet, so that one plot serves a light and a dark page.
-_INK, _GRID = "#000001", "#000002"
-_SERIES = [f"#0000a{index}" for index in range(NUM_SERIES)]
-_VARIABLES = {_INK: "var(--ink)", _GRID: "var(--grid)"}
-_VARIABLES |= {colour: f"var(--series-{index})" for index, colour in enumerate(_SERIES)}
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "eagle3_hf",
-    "text.parse_math": False,
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "grid.color": _GRID,
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
-}
 _SPLIT = {"prefill": "prefill", "draft": "draft", "verify": "verify", "host": "host", "rest": "decoding, not split"}
 
 
@@ -44,7 +20,7 @@ def speedups(figures: Sequence[Figures], columns: Sequence[str]) -> str:
         axes.set_yticks(range(len(figures)), [each.column for each in figures])
         _ratio_axis(axes, len(figures))
 
-    return _drawn(draw, len(figures), "Speed-up of each column with its 95% interval")
+    return drawn(draw, len(figures), "Speed-up of each column with its 95% interval")
 
 
 def speedups_by_task(by_task: Mapping[str, Sequence[Figures]], columns: Sequence[str]) -> str:
@@ -60,9 +36,33 @@ def speedups_by_task(by_task: Mapping[str, Sequence[Figures]], columns: Sequence
                     _interval(axes, each, place + offset, _colour(each.column, columns))
         axes.set_yticks(range(len(by_task)), list(by_task))
         _ratio_axis(axes, len(by_task))
-        _legend(axes, {column: _colour(column, columns) for column in shown})
+        legend(axes, {column: _colour(column, columns) for column in shown})
 
-    return _drawn(draw, len(by_task) * max(1.0, 0.5 * len(shown)) + 1, "Speed-up of each column by task")
+    return drawn(draw, len(by_task) * max(1.0, 0.5 * len(shown)) + 1, "Speed-up of each column by task")
+
+
+def speedups_by_batch(by_batch: Mapping[int, Sequence[Figures]], columns: Sequence[str]) -> str:
+    """Return a plot of the speed-up of each column against the batch size, with its intervals."""
+    measured = {each.column for figures in by_batch.values() for each in figures}
+    shown = [column for column in columns if column != "plain" and column in measured]
+
+    def draw(axes: Any) -> None:
+        for column in shown:
+            colour = _colour(column, columns)
+            found = {size: each.speedup for size, own in by_batch.items() for each in own if each.column == column}
+            for size, speedup in found.items():
+                if speedup.low is not None and speedup.high is not None:
+                    axes.plot([size, size], [speedup.low, speedup.high], color=colour, linewidth=1.2)
+            axes.plot(list(found), [each.value for each in found.values()], "o-", markersize=4, color=colour)
+        axes.axhline(1.0, color=INK, linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(by_batch), list(map(str, by_batch)))
+        axes.set_xlabel("batch size")
+        axes.set_ylabel("speed-up over ordinary decoding")
+        axes.grid(axis="y")
+        legend(axes, {column: _colour(column, columns) for column in shown})
+
+    return drawn(draw, 8, "Speed-up of each column by batch size")
 
 
 def acceptance_by_depth(figures: Sequence[Figures], columns: Sequence[str]) -> str:
@@ -76,9 +76,9 @@ def acceptance_by_depth(figures: Sequence[Figures], columns: Sequence[str]) -> s
         axes.set_xlabel("depth")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(axis="y")
-        _legend(axes, {each.column: _colour(each.column, columns) for each in figures})
+        legend(axes, {each.column: _colour(each.column, columns) for each in figures})
 
-    return _drawn(draw, 8, "Acceptance by depth")
+    return drawn(draw, 8, "Acceptance by depth")
 
 
 def accepted_lengths(figures: Sequence[Figures], columns: Sequence[str]) -> str:
@@ -97,9 +97,9 @@ def accepted_lengths(figures: Sequence[Figures], columns: Sequence[str]) -> str:
         axes.set_ylabel("% of rounds")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(axis="y")
-        _legend(axes, {each.column: _colour(each.column, columns) for each in figures})
+        legend(axes, {each.column: _colour(each.column, columns) for each in figures})
 
-    return _drawn(draw, 8, "Rounds by number of accepted tokens")
+    return drawn(draw, 8, "Rounds by number of accepted tokens")
 
 
 def time_split(figures: Sequence[Figures]) -> str:
@@ -111,16 +111,16 @@ def time_split(figures: Sequence[Figures]) -> str:
             for index, name in enumerate(_SPLIT):
                 share = each.split.shares().get(name, 0.0)
                 length = 1000 * share * each.seconds / each.tokens
-                axes.barh(place, length, left=start, color=_SERIES[index], height=0.6)
+                axes.barh(place, length, left=start, color=SERIES[index], height=0.6)
                 start += length
         axes.set_yticks(range(len(figures)), [each.column for each in figures])
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds per token")
         axes.grid(axis="x")
         known = [name for name in _SPLIT if any(name in each.split.shares() for each in figures)]
-        _legend(axes, {_SPLIT[name]: _SERIES[list(_SPLIT).index(name)] for name in known})
+        legend(axes, {_SPLIT[name]: SERIES[list(_SPLIT).index(name)] for name in known})
 
-    return _drawn(draw, len(figures) + 2, "Where the time of each column went")
+    return drawn(draw, len(figures) + 2, "Where the time of each column went")
 
 
 def machine_over_time(seconds: Sequence[float]) -> str:
@@ -129,40 +129,16 @@ def machine_over_time(seconds: Sequence[float]) -> str:
     def draw(axes: Any) -> None:
         middle = median(seconds)
         axes.plot(
-            range(1, len(seconds) + 1), [value / middle for value in seconds], ".", markersize=4, color=_SERIES[0]
+            range(1, len(seconds) + 1), [value / middle for value in seconds], ".", markersize=4, color=SERIES[0]
         )
-        axes.axhline(1.0, color=_INK, linewidth=0.8)
+        axes.axhline(1.0, color=INK, linewidth=0.8)
         axes.set_ylim(0, 1.1 * max(seconds) / middle)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("conversation")
         axes.set_ylabel("time / median")
         axes.grid(axis="y")
 
-    return _drawn(draw, 5, "Times of the same work over the benchmark")
-
-
-def _drawn(draw: Callable[[Any], None], lines: float, label: str) -> str:
-    """Return what `draw` puts on axes of so many lines' height as SVG, to be put into a page."""
-    with rc_context(_STYLE):
-        canvas = Canvas(figsize=(_WIDTH, _LINE * lines + 0.7), layout="constrained")
-        draw(canvas.add_subplot())
-        file = io.StringIO()
-        canvas.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    svg = file.getvalue()
-    return _inline(svg, label, f"plot-{hashlib.sha256(svg.encode()).hexdigest()[:8]}")
-
-
-def _inline(svg: str, label: str, prefix: str) -> str:
-    """Return SVG without what only a file needs, and with ids that no different plot of a page has."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", svg)
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, variable)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return drawn(draw, 5, "Times of the same work over the benchmark")
 
 
 def _interval(axes: Any, figures: Figures, place: float, colour: str) -> None:
@@ -175,17 +151,10 @@ def _interval(axes: Any, figures: Figures, place: float, colour: str) -> None:
 
 def _ratio_axis(axes: Any, lines: int) -> None:
     axes.set_ylim(lines - 0.5, -0.5)
-    axes.axvline(1.0, color=_INK, linewidth=0.8)
+    axes.axvline(1.0, color=INK, linewidth=0.8)
     axes.set_xlabel("speed-up over ordinary decoding")
     axes.grid(axis="x")
 
 
 def _colour(column: str, columns: Sequence[str]) -> str:
-    return _SERIES[list(columns).index(column) % NUM_SERIES]
-
-
-def _legend(axes: Any, colours: Mapping[str, str]) -> None:
-    """Put a legend above the axes, where it covers nothing."""
-    for name, colour in colours.items():
-        axes.plot([], [], "s", markersize=6, color=colour, label=name)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, handletextpad=0.2, fontsize=8)
+    return SERIES[list(columns).index(column) % NUM_SERIES]

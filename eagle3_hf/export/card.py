@@ -42,6 +42,7 @@ def card_text(
     engine: str = "eagle3-hf",
     coverage: float | None = None,
     acceptance: Acceptance | None = None,
+    curves: str | None = None,
     tags: Iterable[str] = (),
 ) -> str:
     """Return a model card with valid metadata, which [`write_card`] recognises as generated.
@@ -52,6 +53,7 @@ def card_text(
         engine: Format of the folder: "eagle3-hf", "vllm", "sglang" or "speculators".
         coverage: Share of the training targets that the draft vocabulary contains, 0 to 1.
         acceptance: The columns of a table by task, such as `{"HumanEval": {"tau": 2.45, "speed-up": "1.56x"}}`.
+        curves: File name of a picture of the training curves, in the same folder.
         tags: Tags for the metadata, in addition to the generated ones.
     """
     name = config.target_name_or_path if looks_like_hub_id(config.target_name_or_path) else None
@@ -61,6 +63,7 @@ def card_text(
         "output is the target's own.",
         _table(_facts(config, generation_config, coverage)),
         _acceptance(acceptance),
+        "" if curves is None else f"## Training\n\n![Loss, accuracy and tau against the sequences seen]({curves})",
         _usage(name),
         _serving(config, name, engine),
     ]

@@ -82,6 +82,15 @@ def optional_text() -> Any:
     return checked("a string, or None", lambda value: value is None or isinstance(value, str))
 
 
+def optional_shares() -> Any:
+    """A list of numbers from 0 to 1."""
+
+    def holds(value: Any) -> bool:
+        return value is None or (isinstance(value, list) and all(is_number(one) and 0 <= one <= 1 for one in value))
+
+    return checked("a list of numbers from 0 to 1, or None", holds)
+
+
 def optional_token(several: bool = False) -> Any:
     """The id of a special token; where a model may have `several`, a list of ids too."""
 

@@ -19,6 +19,7 @@ from .config_fields import (
     checked,
     is_integer,
     not_negative,
+    optional_shares,
     optional_text,
     optional_token,
     positive,
@@ -188,6 +189,9 @@ class Eagle3DraftConfig(PreTrainedConfig):
     target_num_hidden_layers: int | None = size(most=_MOST_TARGET_LAYERS)
     target_vocab_hash: str | None = optional_text()
     target_chat_template_hash: str | None = optional_text()
+    held_out_accuracy: list[float] | None = optional_shares()
+    """How often the first choice was the target's at each step of training-time test, on chats that were held out of
+    training. A head that accepts far less in `generate` warns."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("tie_word_embeddings", False)

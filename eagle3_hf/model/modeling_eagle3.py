@@ -155,7 +155,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         self._init_vocabulary_buffers()
         self._target: weakref.ref | None = None
         self.stats: Any = None  # SpeculationStats of the last generate call
-        self._trial = (0, 0)  # rounds and accepted drafts so far, watched over the first 64 rounds
+        self._trial: Any = None  # counts of the first rounds, see `decoding.draft.trial`
         self._warned_of_length = False
         self.post_init()
         declare_tree_settings(self.generation_config)

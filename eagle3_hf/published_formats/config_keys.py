@@ -8,9 +8,9 @@ from .errors import HeadFormatError, dictionary
 from .layer_ids import KEY, names_layers
 
 
-# What a head records about its target; exports carry it into other formats.
+# What a head records about its target and its training; exports carry it into other formats.
 TARGET_KEYS: tuple[str, ...] = ("target_name_or_path", "target_model_type", "target_num_hidden_layers")
-TARGET_KEYS += ("target_vocab_hash", "target_chat_template_hash")
+TARGET_KEYS += ("target_vocab_hash", "target_chat_template_hash", "held_out_accuracy")
 # Keys that describe a file, its training or generation, or a part that no draft layer has.
 _NOT_READ = {
     *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),

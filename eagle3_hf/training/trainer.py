@@ -26,6 +26,7 @@ from ..utils.logging import get_logger
 from .adapter_card import write_adapter_card
 from .arguments import Eagle3TrainingArguments
 from .callbacks import MeasureTau, NanGuard, TrainBegin
+from .curves import write_curves
 from .data.collator import Eagle3DataCollator, check_batch
 from .data.encoding import as_tokenizer
 from .data.packing import PackedDataset, token_lengths
@@ -199,11 +200,14 @@ class Eagle3Trainer(Trainer):
         if isinstance(model, PeftModel):
             write_adapter_card(self.args.output_dir, model, tau)
             return
+        sequences = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        curves = write_curves(self.args.output_dir, self.state.log_history, sequences)
         write_card(
             self.args.output_dir,
             model.config,
             model.generation_config,
             coverage=self.vocab_coverage,
+            curves=None if curves is None else curves.name,
             acceptance={"held-out prompts, greedy": {"tau": f"{tau:.2f}"}} if tau is not None else None,
             tags=[tags] if isinstance(tags, str) else tags or (),
         )
@@ -292,6 +296,11 @@ class Eagle3Trainer(Trainer):
         output.metrics[f"{metric_key_prefix}_loss"] = total / max(counts[0], 1.0)
         output.metrics.update(step_metrics(hits, counts, f"{metric_key_prefix}_"))
         output.metrics.update(self._measured_tau(metric_key_prefix))
+        if metric_key_prefix == "eval" and counts[0]:
+            # What a decoded text is compared with, see `decoding.draft.trial`.
+            self.draft.config.held_out_accuracy = [
+                round(hit / count, 4) for hit, count in zip(hits, counts, strict=True) if count
+            ]
         return output
 
     def _measured_tau(self, prefix: str) -> dict[str, float]:

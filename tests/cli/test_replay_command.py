@@ -7,7 +7,10 @@ import torch
 
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.cli import main
+from eagle3_hf.evaluation.costs import COSTS
 from eagle3_hf.evaluation.record import Record
+from eagle3_hf.evaluation.replay import FixedTree, Replay, ReplayResult
+from eagle3_hf.evaluation.tree_sizes import measured_sizes, modelled_sizes, sizes_up_to
 from support.chats import chat_tokenizer, tiny_target
 
 
@@ -60,6 +63,50 @@ def test_a_record_is_written_and_replayed(models, temperature, tmp_path, capsys)
     assert lines[-1].startswith("| plain | 1.00 / 1.00 | 1.00 / 1.00 |")
 
 
+def test_a_replay_as_a_page_with_measured_columns(models, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    record, page, measured = tmp_path / "record.npz", tmp_path / "page.html", tmp_path / "bench.json"
+    assert bench(models, "--record", record) == 0
+    figures = [
+        {"column": column, "task": task, "setting": {"batch_size": size}, "tau": {"value": 1.5}}
+        | {"speedup": {"value": 1.2, "low": low, "high": 1.4}}
+        for column, task, size, low in (
+            ("head 3/2/2", None, 1, 1.1),
+            ("head 2/2/2", None, 1, None),
+            ("head 9/9/9", None, 1, 1.1),
+            ("head 1/2/2", "talk", 1, 1.1),
+            ("head 1/2/2", None, 2, 1.1),
+            ("plain", None, 1, 1.1),
+        )
+    ]
+    measured.write_text(json.dumps({"figures": figures}))
+    options = ["--tree", "3/2/2", "--tree", "4/2/1", "--html", str(page), "--measured", str(measured)]
+    assert main(["bench", "--replay", str(record), *options]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") == 2
+    assert [text.count(f"<td>depth 2, top_k {top_k}</td>") for top_k in (1, 2)] == [4, 3]  # sizes 1 to 4, 1 to 3
+    found = measured_sizes(measured)
+    assert {family: [point.nodes for point in points] for family, points in found.items()} == {
+        (2, 2): [2, 3],
+        (9, 9): [9],
+    }
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"other.json is not a file that `bench --json` has written"):
+        measured_sizes(tmp_path / "other.json")
+
+
+def test_modelled_sizes_are_those_of_the_replay(models, tmp_path):
+    file = tmp_path / "record.npz"
+    assert bench(models, "--record", file) == 0
+    replay = Replay(Record.load(file), COSTS["cpu"])
+    (point,) = modelled_sizes(replay, 2, 2, [3])
+    whole = ReplayResult.total("", replay.run(FixedTree(3, 2, 2)))
+    assert (point.nodes, point.tau, point.speedup) == (3, whole.stats.tau, whole.speedup)
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(59)[:4] == [1, 2, 3, 4]
+    assert sizes_up_to(59)[-1] == 59
+
+
 def test_ops_are_counted_for_each_tree(models, capsys):
     assert bench(models, "--count-ops", "--tree", "3/2/2", "--tree", "2/2/1") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -75,6 +122,8 @@ def test_ops_are_counted_for_each_tree(models, capsys):
         (["--replay", "r.npz", "--count-ops"], "--replay and --count-ops exclude each other"),
         (["--replay", "r.npz", "--tree", "auto"], "--tree auto is chosen by measured costs"),
         (["--replay", "r.npz"], "r.npz is not a file"),
+        (["--replay", "r.npz", "--html", "none/p.html"], "the folder none does not exist"),
+        (["--replay", "r.npz", "--measured", "b.json"], "--measured adds dots to the page of a replay"),
     ],
 )
 def test_what_does_not_go_together_is_rejected(options, message, tmp_path, monkeypatch, capsys):

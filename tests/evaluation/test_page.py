@@ -1,6 +1,7 @@
 """The page: it needs nothing but itself, and shows every figure."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -15,7 +16,7 @@ from support.browser import in_browser
 
 pytest.importorskip("matplotlib", reason="plots need the extra `plot`")
 from eagle3_hf.evaluation import plots  # noqa: E402
-from eagle3_hf.evaluation.page import to_html  # noqa: E402
+from eagle3_hf.evaluation.page import by_batch, to_html  # noqa: E402
 
 
 VOID = {"meta", "link", "br", "path", "use", "rect", "circle", "line"}
@@ -150,3 +151,15 @@ def test_what_a_browser_would_complain_of_is_seen(tmp_path):
     inner, scrolled, wide, *_ = seen.split()
     assert int(scrolled) > int(inner)
     assert int(wide) > 0
+
+
+def test_batch_sizes_are_plotted_against_each_other(result):
+    """Two sizes of one temperature and length make a plot; the settings of other pages do not."""
+    setting, columns = result.figures[0].setting, result.columns
+    figures = [each for each in result.figures if each.setting == setting]
+    larger = [replace(each, setting=replace(setting, batch_size=4)) for each in figures]
+    assert not [*by_batch(result)]
+    (shown,) = by_batch(replace(result, figures=[*result.figures, *larger]))
+    assert shown.startswith("<figure><figcaption>Speed-up by batch size")
+    whole = [each for each in figures if each.task is None]
+    assert plots.speedups_by_batch({1: whole, 4: whole}, columns) in shown

@@ -99,6 +99,7 @@ RECORDS = {
     "target_num_hidden_layers": 8,
     "target_vocab_hash": "ab12",
     "target_chat_template_hash": "cd34",
+    "held_out_accuracy": [0.75, 0.5],
 }
 
 

@@ -15,7 +15,9 @@ from support.chats import chat_tokenizer, tiny_target
 from support.training_runs import chats
 
 
-COMMANDS = ("datagen", "show-mask", "features", "bench", "check", "trace", "inspect", "convert")
+COMMANDS = (
+    *("datagen", "show-mask", "features", "bench", "check", "diagnose", "trace", "chat", "inspect", "convert"),
+)
 NUMBERS = {values.count, values.amount, values.share, values.positive, values.not_negative}
 NO_NUMBERS = ["", "x", "nan", "-1", "inf", "1e9999", "0x10", "1,5"]
 
@@ -80,6 +82,8 @@ def valid(folder: Path, out: Path, command: str) -> list[str]:
         ],
         "check": [target, head, "--prompts", str(folder / "tasks"), "--max-new-tokens", "2"],
         "trace": [target, head, "--max-new-tokens", "2"],
+        "diagnose": [target, head, "--data", data, "--rounds", "3", "--no-sweep"],
+        "chat": [target, head],
         "inspect": [head, "--target", target],
         "convert": [head, str(out / "head"), "--to", "vllm"],
     }[command]
@@ -163,7 +167,7 @@ def test_names_of_nothing(command, folder, tmp_path, capsys):
         ("--device-map", "everywhere", "'everywhere' is not a device"),
     ],
 )
-@pytest.mark.parametrize("command", ["datagen", "features", "bench", "train"])
+@pytest.mark.parametrize("command", ["datagen", "features", "bench", "diagnose", "train"])
 def test_placement(command, option, value, words, folder, tmp_path, capsys):
     """The same words in every command."""
     if command == "train":
@@ -197,6 +201,7 @@ def test_models_and_data_of_the_wrong_kind(command, place, folder, tmp_path, cap
         ("datagen", "--prompts"),
         ("bench", "--prompts"),
         ("check", "--prompts"),
+        ("diagnose", "--data"),
         ("inspect", "--target"),
         ("convert", "--target"),
     ],

@@ -13,15 +13,13 @@ from ...model.tree_settings import TreeSettings, draft_window, tree_settings
 from ...utils.logging import get_logger
 from ..coupling import Noise
 from ..tree import DraftTree
+from . import trial
 from .growth import CandidatePool, CoupledRanking, Expansion, Ranking, TreeGrower, greedy_ranking
 from .inputs import DraftInputs
 
 
 logger = get_logger(__name__)
 
-# A warning follows if the first rounds of a head accept fewer drafts per round than this.
-_TRIAL_ROUNDS = 64
-_TRIAL_ACCEPTED = 0.1
 # The number of rounds whose inputs are kept while nothing is drafted: features of an 8B model take 24 kB per token.
 _MOST_PENDING = 256
 
@@ -155,16 +153,8 @@ class Eagle3Candidate(CandidateGenerator):
         self._last, self._next = last, following
 
     def watch(self, accepted: int) -> None:
-        """Count the accepted drafts of a round, and warn once if the first rounds of a head accept almost none."""
-        rounds, total = self.draft._trial[0] + 1, self.draft._trial[1] + accepted
-        self.draft._trial = (rounds, total)
-        if rounds == _TRIAL_ROUNDS and total < _TRIAL_ACCEPTED * rounds:
-            logger.warning(
-                f"The draft head had {total} drafts accepted in its first {rounds} rounds. Output is unaffected, but "
-                "there is no speed-up. Likely causes: wrong target_layer_ids (now "
-                f"{self.draft.config.target_layer_ids}), wrong rope_parameters (now "
-                f"{self.draft.config.rope_parameters}), or a head for another target."
-            )
+        """Count the accepted drafts of a round; warn once if the first rounds accept too little."""
+        trial.watch(self.draft, accepted, self._ranking is greedy_ranking)
 
     def _watch_length(self) -> None:
         """Warn once if the text is longer than the sequences that the head was trained on."""

@@ -141,12 +141,10 @@ class Proposer:
         stats.plain_rounds += not kept
         stats.headless_rounds += not self.proposal.levels
         for index, path in paths.items():
-            own = self.proposal.candidates.get(index)
-            if own is None:  # by the head alone, on its device
-                sources = [HEAD] * max(0, len(path) - 1)
+            own, sources = self.proposal.candidates.get(index), self.sources(index, path)
+            if own is None:
                 stats.drafted += kept
             else:
-                sources = [own.sources[node - 1] for node in path[1:]]
                 stats.drafted += len(own.tokens[:kept])
                 stats.predicted += sum(own.values[:kept])
             stats.from_head += sources.count(HEAD)
@@ -154,6 +152,13 @@ class Proposer:
             stats.from_both += sources.count(BOTH)
             if self._head is not None and self.proposal.levels and kept and path:
                 self._head.watch(len(sources) - sources.count(LOOKUP))
+
+    def sources(self, index: int, path: list[int]) -> list[int]:
+        """Return what has proposed the drafts on a path through the newest tree of a sequence, root first."""
+        own = self.proposal.candidates.get(index)
+        if own is None:  # by the head alone, on its device
+            return [HEAD] * max(0, len(path) - 1)
+        return [own.sources[node - 1] for node in path[1:]]
 
     def rewind(self, index: int, step: int, position: int | None) -> None:
         """Forget the tokens of a sequence from `step` on.

@@ -1,0 +1,1 @@
+"""Diagnosis of a head on its target: why few drafts are accepted, and what to do about it."""
