@@ -160,9 +160,11 @@ def _attend(
         groups: H / Hkv; heads of a group follow each other.
         scale: Of the products; `None` for 1 / sqrt(d).
     """
-    together = query.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, Hkv, groups * N, d)
+    batch, heads, queries, width = query.shape
+    together = query.reshape(batch, heads // groups, groups * queries, width)
     output = scaled_dot_product_attention(together, key, value, attn_mask=mask, scale=scale)
-    return output.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous()
+    output = output.view(batch, heads // groups, groups, queries, -1).permute(0, 3, 1, 2, 4)
+    return output.contiguous().view(batch, queries, heads, -1)
 
 
 def install() -> None:
