@@ -31,6 +31,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 _DEVICES = ("cpu", "cuda")
 # Kernels for accelerators read rows that begin at multiples of this number of entries, or else copy the mask.
 _ALIGNMENT = 8
+# At most the nodes of a large tree: their mask is small in any model.
+_FEW_QUERIES = 256
 # Masks that are kept at once: layers with and without a window, on a few devices.
 _MOST_MASKS = 4
 
@@ -139,8 +141,8 @@ def _is_enough(
     # A single token is computed as in plain decoding, to the last bit.
     if queries == 1 or key.shape[0] != batch or heads != groups * key.shape[1]:
         return False
-    # Long prompts of a draft: the mask must not be larger than the repeated keys and values of one layer.
-    return groups == 1 or len(mask) * queries <= 2 * batch * key.shape[1] * width
+    # In a long prompt the mask must not be larger than the repeated keys and values of one layer.
+    return groups == 1 or queries <= _FEW_QUERIES or len(mask) * queries <= 2 * batch * key.shape[1] * width
 
 
 def _attend(

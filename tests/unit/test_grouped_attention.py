@@ -181,11 +181,11 @@ def test_one_token_and_long_prompts_have_transformers_own(stock):
     with grouped_attention.grouped_attention():
         ATTENTIONS["sdpa"](Layer(), *states(queries=1), seen(queries=1))
         assert len(stock) == 1
-        # Two key heads of 8 numbers: the mask for 33 queries would be larger than what is saved.
-        for queries, reach_stock in [(32, 1), (33, 2)]:
+        # Two key heads of 8 numbers: for more than 32 queries the mask is larger than what is saved.
+        for queries, reach_stock in [(256, 1), (257, 2)]:
             ATTENTIONS["sdpa"](Layer(), *states(queries=queries), seen(queries=queries))
             assert len(stock) == reach_stock
-        ATTENTIONS["sdpa"](Layer(1), *states(1, queries=33), seen(queries=33))
+        ATTENTIONS["sdpa"](Layer(1), *states(1, queries=257), seen(queries=257))
         assert len(stock) == 2, "without groups nothing is repeated"
 
 
