@@ -1,9 +1,10 @@
 """The wrappers around methods of transformers by which `generate(assistant_model=draft)` reaches our loop.
 
-Four methods of `GenerationMixin`, the function by which pipelines load an assistant, and the mask interfaces (see
-`target/tree_attention.py`) are wrapped. A wrapper acts only when the assistant is a draft head, or an object that
-cannot be an assistant; otherwise it calls the original with the arguments it was given. `disable` restores the
-originals. Where other code has wrapped one of our wrappers since, ours stays below it and passes every call through.
+Four methods of `GenerationMixin`, the function by which pipelines load an assistant, the mask interfaces (see
+`target/tree_attention.py`) and the attention named `sdpa` (see `model/grouped_attention.py`) are wrapped. A wrapper
+acts only when the assistant is a draft head, or an object that cannot be an assistant; otherwise it calls the original
+with the arguments it was given. `disable` restores the originals. Where other code has wrapped one of our wrappers
+since, ours stays below it and passes every call through.
 """
 
 import functools
@@ -15,6 +16,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.pipelines import base as pipelines
 
+from ..model import grouped_attention
 from ..utils.logging import get_logger
 from .assistants import as_draft, reject_lost_head, reject_no_model, reject_path_of_head
 from .dispatch import decode
@@ -34,6 +36,7 @@ def enable() -> None:
     """Let `generate` accept draft heads. `import eagle3_hf` calls this; calling it again changes nothing."""
     global _enabled
     tree_attention.install()
+    grouped_attention.install()
     for name, make in _WRAPPERS.items():
         owner = _owner(name)
         original = getattr(owner, name, None)
@@ -59,6 +62,7 @@ def disable() -> None:
             setattr(_owner(name), name, original)
             del _wrapped[name]
     tree_attention.uninstall()
+    grouped_attention.uninstall()
     _enabled = False
 
 

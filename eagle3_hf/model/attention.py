@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, eager_attention_forward
 
 from .configuration_eagle3 import Eagle3DraftConfig
+from .grouped_attention import AdditiveMasks, grouped_attention
 
 
 # What a layer calls: from (module, query, key, value), each (B, heads, n, width), to the output (B, n, heads, width).
@@ -107,6 +108,7 @@ class CachedAttention:
     def __init__(self, cache: DraftCache | None = None, visible: torch.Tensor | None = None):
         self.cache = cache
         self.visible = visible
+        self._masks = AdditiveMasks()  # for all layers of a pass
 
     def __call__(
         self,
@@ -130,9 +132,10 @@ class CachedAttention:
         implementation = module.config._attn_implementation
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         mask = _additive(visible, query.dtype) if implementation == "eager" else visible
-        return attention(
-            module, query, states[0], states[1], mask, scaling=module.scaling, dropout=0.0, is_causal=False
-        )[0]
+        with grouped_attention(self._masks):
+            return attention(
+                module, query, states[0], states[1], mask, scaling=module.scaling, dropout=0.0, is_causal=False
+            )[0]
 
     def _window(self, module: "DraftAttention") -> int | None:
         windows = (module.sliding_window, None if self.cache is None else self.cache.window)

@@ -14,6 +14,7 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ...model.grouped_attention import grouped_attention
 from ..output.outputs import KeyColumns
 from ..sequence import Batch
 from ..tree import DraftTree
@@ -253,7 +254,8 @@ class TargetRun:
         if self.synced is not None:
             self.synced.announce()
         try:
-            outputs = self.target(**inputs, return_dict=True)
+            with grouped_attention():
+                outputs = self.target(**inputs, return_dict=True)
         except BaseException:
             self._undo_forward()
             raise
