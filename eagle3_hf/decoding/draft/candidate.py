@@ -167,7 +167,7 @@ class Eagle3Candidate(CandidateGenerator):
         # The length of the cache is an upper bound. It is compared first, since `_next` may have to be waited for.
         if self.draft._warned_of_length or self._start + self._cache.length <= trained:
             return
-        if int(torch.as_tensor(self._next).max()) <= trained:
+        if (self._next if isinstance(self._next, int) else int(self._next.max())) <= trained:
             return
         self.draft._warned_of_length = True
         logger.warning(

@@ -6,13 +6,14 @@ import numpy as np
 
 from ...acceptance import SpeculationStats
 from ...model.tree_settings import TreeSettings
+from .. import transfers
 from ..coupling import Noise
 from ..sequence import Batch
 from ..tree import DraftTree
 from .candidate import Eagle3Candidate
 from .inputs import DraftInputs
 from .lookup import Lookup
-from .mixture import BOTH, EMPTY, HEAD, LOOKUP, Candidates, Pool, RaceNoise, best_nodes
+from .mixture import BOTH, EMPTY, HEAD, LOOKUP, Candidates, Pool, RaceNoise, best_nodes, likeliest_first
 from .sizing import FixedSizes, Plan, Proposal, TreeSizer
 
 
@@ -58,11 +59,14 @@ class Proposer:
         self.proposal = Proposal()
         plan = self._sizes.plan(depth, self._batch.longest) if depth > 0 else Plan(0, 0)
         if plan.num_nodes < 1 or (not plan.levels and self._lookup is None):
-            return DraftTree.root_only(self._batch.roots())
+            return self._roots_alone()
         leads = [sequence.lead(self._batch.steps) for sequence in self._batch]
         if self._lookup is None and isinstance(self._sizes, FixedSizes) and self._head is not None:
-            # There may be fewer candidates than asked for (because of cutoffs or NaN): the forward is then smaller.
-            tree = self._head.draft_tree(None, depth, self._settings, self._batch.roots(), leads).trimmed()
+            tree = self._head.draft_tree(None, depth, self._settings, self._batch.roots(), leads)
+            # There may be fewer candidates than asked for (because of cutoffs or NaN). Where the host need not wait to
+            # know it, the forward is then smaller.
+            if not transfers.makes_host_wait(tree.tokens.device):
+                tree = tree.trimmed()
             self.proposal.levels, self.proposal.num_nodes = plan.levels, tree.tokens.shape[1] - 1
             return tree
         pools = self._pools(plan, leads)
@@ -70,7 +74,9 @@ class Proposer:
             self.proposal.candidates[index] = self._best(index, pools[index], plan, depth, leads[index])
         self.proposal.num_nodes = self._sizes.keep(list(self.proposal.candidates.values()))
         if not self.proposal.num_nodes:
-            return DraftTree.root_only(self._batch.roots())
+            return self._roots_alone()
+        for index, found in self.proposal.candidates.items():
+            self.proposal.candidates[index] = likeliest_first(found, self.proposal.num_nodes)
         return self._tree()
 
     def _pools(self, plan: Plan, leads: list[int]) -> list[Pool]:
@@ -106,12 +112,19 @@ class Proposer:
     def _guesses(lookup: Lookup, index: int) -> Callable[[Sequence[int]], list[tuple[int, float]]]:
         return lambda tail: lookup.guesses(index, tail)
 
+    def _roots_alone(self) -> DraftTree:
+        none: list[list] = [[] for _ in self._batch]
+        return DraftTree.from_nodes(self._roots(), none, none, none, self._batch.device)
+
+    def _roots(self) -> list[int]:
+        return [sequence.upcoming(1)[0] for sequence in self._batch]
+
     def _tree(self) -> DraftTree:
         kept = self.proposal.num_nodes
         none = Candidates([], [], [], [], [])
         found = [self.proposal.candidates.get(sequence.index, none) for sequence in self._batch]
         return DraftTree.from_nodes(
-            [sequence.upcoming(1)[0] for sequence in self._batch],
+            self._roots(),
             [each.tokens[:kept] for each in found],
             [each.parents[:kept] for each in found],
             [each.values[:kept] for each in found],
@@ -129,14 +142,17 @@ class Proposer:
         """Learn from a round, see [`TreeSizer.observe`]."""
         self._sizes.observe(self.proposal, paths, draft, verify)
 
-    def count(self, stats: SpeculationStats, paths: dict[int, list[int]]) -> None:
+    def count(self, stats: SpeculationStats, paths: dict[int, list[int]], tree: DraftTree) -> None:
         """Add what was drafted and accepted in a round.
 
         Args:
             stats: The counters.
             paths: Index of a sequence -> the visited nodes of its tree, for the sequences that were to advance.
+            tree: The trees.
         """
         kept = self.proposal.num_nodes
+        if kept and not self.proposal.candidates:  # by the head alone, on its device: some nodes may be padding
+            kept = max((len(tree.host()[index].tokens) for index in paths), default=1) - 1
         stats.levels += self.proposal.levels
         stats.plain_rounds += not kept
         stats.headless_rounds += not self.proposal.levels

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, LogitsProcessorList
 
+from .. import transfers
 from ..coupling import Noise
 from ..sequence import Batch, Sequence
 from ..verification import Walk
@@ -115,8 +116,21 @@ class TokenEmitter:
 
     # ----- emitting -------------------------------------------------------------------------------------------------
 
+    def choices(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Return (B, N) the tokens that would be chosen behind all nodes, or `None` if the walk is to ask one by one.
+
+        Args:
+            logits: (B, N, V) of all nodes.
+        """
+        return logits.argmax(-1) if self._chooses_at_once(logits.device) else None
+
     def chooser(
-        self, walk: Walk, outputs: Any, num_nodes: int, key_columns: Callable[[], list[KeyColumns]]
+        self,
+        walk: Walk,
+        outputs: Any,
+        num_nodes: int,
+        key_columns: Callable[[], list[KeyColumns]],
+        choices: list[list[int]] | None = None,
     ) -> Callable[[dict[int, int]], dict[int, int]]:
         """Return the function by which a walk chooses: from the nodes that it has reached to the tokens behind them.
 
@@ -127,16 +141,16 @@ class TokenEmitter:
             outputs: The outputs of the target's forward over the trees.
             num_nodes: The number N of nodes of the trees, padding included.
             key_columns: See [`StepRecord.put_layers`].
+            choices: What [`choices`] has found, on the host; `None` to choose node by node.
         """
         logits = outputs.logits[:, -num_nodes:]
-        greedy = logits.argmax(-1).tolist() if self._chooses_at_once(logits.device) else None
 
         def choose(nodes: dict[int, int]) -> dict[int, int]:
             if self.record.keeps_layers:
                 places = [self._place(index, walk.paths[index], num_nodes) for index in nodes]
                 self.record.put_layers(outputs, places, key_columns)
-            if greedy is not None:
-                return self.emit_tokens({index: greedy[index][node] for index, node in nodes.items()})
+            if choices is not None:
+                return self.emit_tokens({index: choices[index][node] for index, node in nodes.items()})
             steps = {index: self._batch[index].root_step + len(walk.paths[index]) for index in nodes}
             return self.emit(_logits_at(logits, nodes), steps)
 
@@ -144,7 +158,7 @@ class TokenEmitter:
 
     def _chooses_at_once(self, device: torch.device) -> bool:
         """Whether to choose for all nodes in one transfer to the host. On a CPU, the argmax is the larger cost."""
-        return self.is_plain_greedy and device.type != "cpu"
+        return self.is_plain_greedy and transfers.makes_host_wait(device)
 
     def _place(self, index: int, path: list[int], num_nodes: int) -> Place:
         sequence = self._batch[index]
@@ -348,5 +362,5 @@ def _logits_at(logits: torch.Tensor, nodes: dict[int, int]) -> torch.Tensor:
     """Return the logits (B, V) at each sequence's node, from those (B, N, V) at all nodes; by default at the root."""
     if logits.shape[0] == 1:
         return logits[:, nodes[0]]
-    at = torch.tensor([nodes.get(index, 0) for index in range(logits.shape[0])], device=logits.device)
+    at = transfers.upload([nodes.get(index, 0) for index in range(logits.shape[0])], logits.device)
     return logits[torch.arange(logits.shape[0], device=logits.device), at]
