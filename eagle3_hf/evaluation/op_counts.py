@@ -164,6 +164,12 @@ def _direction(source: torch.device, device: torch.device | str | None, goes_on:
     return "uploads" if goes_on else "writes"
 
 
+def _fills(tensor: torch.Tensor, index: Any, value: Any) -> bool:
+    """Whether a number is assigned to a part of a tensor that is a view of it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return isinstance(value, int | float) and all(part is ... or isinstance(part, int | slice) for part in parts)
+
+
 class _HostCalls(TorchFunctionMode):
     """Sees calls that are no operators if the tensor is on the host already, and calls that are fused elsewhere."""
 
@@ -178,6 +184,11 @@ class _HostCalls(TorchFunctionMode):
             self._add("uploads", func.__name__)
         elif func in _FUSED:
             self._add("ops", _FUSED[func])
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
+        elif func is torch.Tensor.__setitem__ and _fills(*args):
+            # A CPU makes a tensor of the number first. An accelerator gets it with the launch.
+            self._add("ops", "aten::fill_")
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

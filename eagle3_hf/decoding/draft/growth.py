@@ -8,6 +8,7 @@ nodes of the whole pool. Scores are float32 and every increment is at most 0, so
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -146,14 +147,19 @@ class CandidatePool:
     def _parents(self) -> torch.Tensor:
         """Return (B, M) the index of each candidate's parent."""
         batch, device = self.tokens[0].shape[0], self.tokens[0].device
-        # All candidates of level 1 are expanded, the best first.
-        above = [torch.arange(-1, self.width, device=device).expand(batch, -1)] if self.num_levels > 1 else []
-        first = self.width
-        for tokens, chosen in zip(self.tokens[1:-1], self.expanded, strict=False):
-            above.append(chosen + first)
-            first += tokens.shape[1]
-        if not above:
+        if self.num_levels == 1:
             return torch.full((batch, self.width), -1, device=device)
+        # All candidates of level 1 are expanded, the best first.
+        above = [torch.arange(-1, self.width, device=device).expand(batch, -1)]
+        levels, chosen = self.tokens[1:-1], self.expanded[: self.num_levels - 2]
+        sizes = [level.shape[1] for level in levels]
+        if len(set(sizes)) == 1 and len({level.shape[1] for level in chosen}) == 1:
+            end = self.width + sum(sizes)
+            firsts = torch.arange(self.width, end, sizes[0], device=device)[:, None]
+            above.append((torch.stack(chosen, 1) + firsts).flatten(1))
+        else:
+            firsts_by_level = accumulate(sizes, initial=self.width)
+            above += [level + first for level, first in zip(chosen, firsts_by_level, strict=False)]
         return torch.cat(above, 1)[..., None].expand(-1, -1, self.width).flatten(1)
 
     def host(self) -> list[Pool]:
@@ -184,26 +190,27 @@ class _Frontier:
     visible: torch.Tensor
 
 
-class _Positions:
-    """The positions of the nodes of all levels of a round, which are computed together.
+class Positions:
+    """Positions that follow each other, whose rotary positions are computed together.
 
     Args:
         draft: The head.
-        hidden: (B, 1, H) a feature, whose dtype and device the rotary positions have.
-        first: Position of the nodes of the first level, (B, 1) if sequences differ.
-        levels: The number of levels that may be expanded.
+        hidden: (B, n, H) features, whose dtype and device the rotary positions have.
+        first: The first position, (B, 1) if sequences differ.
+        count: The number of positions.
     """
 
-    def __init__(self, draft: Eagle3DraftModel, hidden: torch.Tensor, first: int | torch.Tensor, levels: int):
-        steps = torch.arange(levels, device=hidden.device)[None]
-        self._positions = steps + first
+    def __init__(self, draft: Eagle3DraftModel, hidden: torch.Tensor, first: int | torch.Tensor, count: int):
+        if isinstance(first, int):
+            self._positions = torch.arange(first, first + count, device=hidden.device)[None]
+        else:
+            self._positions = first + torch.arange(count, device=hidden.device)
         self._rotary = draft.rotary_emb(hidden, self._positions)
 
-    def of(self, level: int) -> tuple[torch.Tensor, Rotary]:
-        """Return position (B or 1, 1) and rotary position of the nodes of a level, 1 for the children of the root."""
-        here = slice(level - 1, level)
+    def at(self, start: int, end: int) -> tuple[torch.Tensor, Rotary]:
+        """Return positions (B or 1, n) and rotary positions from index `start` to `end`."""
         cos, sin = self._rotary
-        return self._positions[:, here], (cos[:, here], sin[:, here])
+        return self._positions[:, start:end], (cos[:, start:end], sin[:, start:end])
 
 
 class TreeGrower:
@@ -231,6 +238,7 @@ class TreeGrower:
         cache: DraftCache,
         position: int | torch.Tensor,
         settings: TreeSettings,
+        ahead: "tuple[Positions, int] | None" = None,
     ) -> DraftTree:
         """Return the trees below the roots: the best `settings.num_nodes` candidates of each.
 
@@ -240,8 +248,9 @@ class TreeGrower:
             cache: The draft's cache.
             position: Position of all nodes of the first level, (B, 1) if sequences differ.
             settings: The size of the trees, capped to what can be used.
+            ahead: See [`grow_pool`].
         """
-        pool = self.grow_pool(hidden, cache, position, settings)
+        pool = self.grow_pool(hidden, cache, position, settings, ahead=ahead)
         tree = select(*pool.joined(), root_tokens, settings.num_nodes, self.pad_token_id, pool.num_levels)
         return tree if pool.width == 1 else tree.likeliest_first()
 
@@ -253,6 +262,7 @@ class TreeGrower:
         settings: TreeSettings,
         goes_on: Callable[[int, torch.Tensor], bool] | None = None,
         expansion: Expansion | None = None,
+        ahead: "tuple[Positions, int] | None" = None,
     ) -> "CandidatePool":
         """Return all candidates of the trees below the roots.
 
@@ -261,17 +271,18 @@ class TreeGrower:
             goes_on: Returns whether to grow another level, from the number of levels and the scores (B, R) of the
                 nodes that it would expand; `None` for all levels.
             expansion: Chooses the nodes to expand; `None` for the best `top_k` of each level.
+            ahead: Positions that are known already, and the index among them of that of the first level.
         """
+        positions, first = ahead or (None, 0)
         children = min(settings.top_k, self.draft.config.draft_vocab_size)
         pool = CandidatePool(children)
         frontier = self._first_level(hidden, children, pool, cache)
-        positions: _Positions | None = None
         for level in range(1, settings.depth):
             if goes_on is not None and not goes_on(level, frontier.scores):
                 break
             if positions is None:
-                positions = _Positions(self.draft, hidden, position, settings.depth - 1)
-            output = self._pass(frontier, cache, *positions.of(level))
+                positions, first = Positions(self.draft, hidden, position, settings.depth - 1), 0
+            output = self._pass(frontier, cache, *positions.at(first + level - 1, first + level))
             is_last = level == settings.depth - 1
             frontier = self._next_level(frontier, output, level, pool, is_last, expansion)
         cache.rollback()

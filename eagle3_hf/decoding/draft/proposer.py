@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from ...acceptance import SpeculationStats
 from ...model.tree_settings import TreeSettings
 from .. import transfers
@@ -11,13 +9,11 @@ from ..coupling import Noise
 from ..sequence import Batch
 from ..tree import DraftTree
 from .candidate import Eagle3Candidate
+from .host_noise import HostNoise
 from .inputs import DraftInputs
 from .lookup import Lookup
-from .mixture import BOTH, EMPTY, HEAD, LOOKUP, Candidates, Pool, RaceNoise, best_nodes, likeliest_first
+from .mixture import BOTH, EMPTY, HEAD, LOOKUP, Candidates, Pool, best_nodes, likeliest_first
 from .sizing import FixedSizes, Plan, Proposal, TreeSizer
-
-
-_LEAST_NOISE = 1e-30  # noise is positive; this keeps its inverse finite
 
 
 class Proposer:
@@ -47,7 +43,7 @@ class Proposer:
         self._sizes = sizes
         self._head = head
         self._lookup = lookup
-        self._noise = noise
+        self._noise = None if noise is None else HostNoise(noise)
 
     def propose(self, depth: int, active: Sequence[int]) -> DraftTree:
         """Return a tree below the newest token of each sequence.
@@ -69,6 +65,8 @@ class Proposer:
                 tree = tree.trimmed()
             self.proposal.levels, self.proposal.num_nodes = plan.levels, tree.tokens.shape[1] - 1
             return tree
+        if self._noise is not None:
+            self._noise.begin(max(leads) + min(depth, self._settings.reach))
         pools = self._pools(plan, leads)
         for index in active:
             self.proposal.candidates[index] = self._best(index, pools[index], plan, depth, leads[index])
@@ -105,7 +103,7 @@ class Proposer:
             min(depth, self._settings.reach),
             plan.least,
             self._settings.top_k == 1,
-            None if self._noise is None else _race(self._noise, index, lead),
+            None if self._noise is None else self._noise.race(index, lead),
         )
 
     @staticmethod
@@ -183,16 +181,3 @@ class Proposer:
             self._lookup.rewind(index, step)
         if self._head is not None and position is not None:
             self._head.rewind(index, position)
-
-
-def _race(noise: Noise, index: int, lead: int) -> RaceNoise:
-    """Return the noise of a token at a level of one sequence's tree."""
-    rows: dict[int, np.ndarray] = {}
-
-    def at(level: int, token: int) -> float:
-        if level not in rows:
-            rows[level] = noise.peek(lead + level)[index].float().cpu().numpy()
-        row = rows[level]
-        return max(float(row[token]), _LEAST_NOISE) if token < len(row) else float("inf")
-
-    return at
