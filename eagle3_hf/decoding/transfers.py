@@ -1,4 +1,4 @@
-"""Moving small numbers between host and device: when the host may wait, and uploads for which it does not.
+"""Moving small numbers between host and device: when the host may wait, and transfers for which it does not.
 
 `torch.tensor(list, device=...)`, and lists as indices, copy from memory that the device cannot read by itself, so that
 the host waits until everything before the copy has run. Here the numbers of one purpose travel together, from pinned
@@ -6,7 +6,7 @@ memory, and the host goes on at once.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,8 +39,10 @@ class Uploaded(NamedTuple):
     flags: torch.Tensor
 
 
-def upload(values: Iterable[int], device: torch.device) -> torch.Tensor:
-    """Return at least one integer as a tensor (n,) int64, without waiting for the device if that allows it."""
+def upload(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return integers as a tensor (n,) int64, without waiting for the device if that allows it."""
+    if not values:
+        return torch.empty(0, dtype=torch.int64, device=device)
     return _moved(torch.frombuffer(array("q", values), dtype=torch.int64), device)
 
 
@@ -64,6 +66,26 @@ def upload_parts(
     return Uploaded(
         table[:first].view(torch.int64), table[first:second].view(torch.float32), table[second:].view(torch.bool)
     )
+
+
+def download(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy a tensor to the host, if the device can do so in the background.
+
+    Returns:
+        A function that returns the copy. It waits for it only if nothing has been waited for meanwhile.
+    """
+    if tensor.device.type not in _PINNING:
+        here = tensor.to("cpu", non_blocking=tensor.device.type == "cpu")
+        return lambda: here
+    copy = tensor.to("cpu", non_blocking=True)
+    copied = torch.Event(device=tensor.device)
+    copied.record()
+
+    def finished() -> torch.Tensor:
+        copied.synchronize()
+        return copy
+
+    return finished
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

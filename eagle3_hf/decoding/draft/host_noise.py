@@ -1,5 +1,7 @@
 """The sampler's noise on the host, where the continuations that lookup finds are valued."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -23,18 +25,19 @@ class HostNoise:
 
     def __init__(self, noise: Noise):
         self._noise = noise
-        self._copies: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # id of the noise of a step -> it, and its copy
+        # id of the noise of a step -> it, what returns the copies that were made together, and the place among them
+        self._copies: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor], int]] = {}
 
     def begin(self, steps: int) -> None:
         """Copy the noise of as many coming steps, without waiting, if reading them one by one makes the host wait."""
+        if not transfers.makes_host_wait(self._noise.peek(0).device):
+            return
         coming = self._noise.peek_at(range(steps))
         kept = {id(step): self._copies[id(step)] for step in coming if id(step) in self._copies}
         new = [step for step in coming if id(step) not in kept]
-        if new and transfers.makes_host_wait(new[0].device):
-            moved = torch.stack(new).to("cpu", non_blocking=True)
-            kept |= {id(step): (step, copy) for step, copy in zip(new, moved, strict=True)}
+        if new:
+            copies = transfers.download(torch.stack(new))
+            kept |= {id(step): (step, copies, place) for place, step in enumerate(new)}
         self._copies = kept
 
     def race(self, index: int, lead: int) -> RaceNoise:
@@ -56,6 +59,7 @@ class HostNoise:
 
     def _row(self, step: int, index: int) -> np.ndarray:
         noise = self._noise.peek(step)
-        _, copy = self._copies.get(id(noise), (noise, None))
-        row = noise[index].cpu() if copy is None else copy[index]
-        return row.float().numpy()
+        if id(noise) not in self._copies:
+            return noise[index].float().cpu().numpy()
+        _, copies, place = self._copies[id(noise)]
+        return copies()[place, index].float().numpy()
