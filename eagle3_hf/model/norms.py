@@ -14,4 +14,4 @@ class Eagle3RMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if hidden_states.dtype != self.weight.dtype:
             return super().forward(hidden_states)
-        return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        return rms_norm(hidden_states, list(self.weight.shape), self.weight, self.variance_epsilon)
