@@ -46,9 +46,9 @@ class CacheHandover:
             tree: The trees of this round.
             active: Sequences that advance in this round.
         """
-        if not self._runs_pads:
+        if not self._runs_pads or not any(each.is_padding for each in self._batch):
             return {}
-        furthest = [self._batch[index].cache_len + tree.host()[index].depth + 1 for index in active]
+        furthest = [self._batch[index].cache_len + tree.deepest(index) + 1 for index in active]
         reach = max(furthest or [each.slot_of(len(each.token_ids) - 1) for each in self._batch])
         padding = [each for each in self._batch if each.is_padding and each.cache_len < reach]
         return {each.index: each.upcoming(reach - each.cache_len) for each in padding}

@@ -128,7 +128,7 @@ class SpeculativeDecoding:
         accepted = self._clock()
         paths = {index: walk.paths[index] for index in active}
         self._proposer.observe(paths, proposed - start, accepted - proposed)
-        self._proposer.count(self.stats, paths)
+        self._proposer.count(self.stats, paths, tree)
         self._commit(walk, features, tree.tokens.shape[1], live)
         self.stats.draft_seconds += proposed - start
         self.stats.verify_seconds += verified - proposed
@@ -167,6 +167,7 @@ class SpeculativeDecoding:
             padding: Sequences whose trees are chains of pad tokens.
         """
         together = range(len(self.batch)) if self._in_step else active if self.tokens.was_moved else ()
+        choices = self.tokens.choices(outputs.logits[:, -tree.tokens.shape[1] :], tree)
         walk = Walk(tree.host(), together)
         self._under_way = walk, tree.tokens.shape[1]
         shown = self._in_step or self.tokens.record.keeps_anything or self.tokens.asks_of_pads
@@ -180,7 +181,7 @@ class SpeculativeDecoding:
         if not shown:
             for index in padding:
                 walk.take_all(index)
-        choose = self.tokens.chooser(walk, outputs, tree.tokens.shape[1], self.target.key_columns)
+        choose = self.tokens.chooser(walk, outputs, tree.tokens.shape[1], self.target.key_columns, choices)
         walk.run(sorted(active + padding) if shown else active, choose, goes_on)
         return walk
 

@@ -13,8 +13,9 @@ from typing import cast
 import torch
 from torch import nn
 
+from .transfers import upload
 
-_FEW_TOKENS = 4  # up to so many are written one by one, which is faster than making an index
+
 _FREE_COLUMNS = 64  # allocated behind the prompt
 
 
@@ -206,7 +207,11 @@ class Batch(list[Sequence]):
 
     def roots(self) -> torch.Tensor:
         """Return (B, 1) the newest token of each sequence, which has no entry in the cache yet."""
-        return torch.tensor([sequence.upcoming(1) for sequence in self], device=self.device)
+        columns = [self.prompt_length + sequence.root_step for sequence in self]
+        ids = self._ids.until(max(columns) + 1)
+        if min(columns) == max(columns):
+            return ids[:, columns[0] :]
+        return ids.gather(1, upload(columns, self.device)[:, None])
 
     def ids_until(self, step: int) -> torch.LongTensor:
         """Return (B, T) the ids before `step`, as a copy: callers may keep it, as in plain decoding."""
@@ -250,7 +255,7 @@ class _TokenIds:
     def end(self, index: int, column: int) -> None:
         """Fill a sequence with pad tokens from `column` on."""
         self.write()
-        self._ids[index, column:] = self.pad
+        self._ids[index, column:].fill_(self.pad)
 
     def until(self, column: int) -> torch.Tensor:
         self._make_room(column)
@@ -262,12 +267,13 @@ class _TokenIds:
         if not self._waiting:
             return
         self._make_room(max(column for _, column, _ in self._waiting) + 1)
-        if len(self._waiting) > _FEW_TOKENS:
-            indices, columns, tokens = torch.tensor(self._waiting, device=self.device).unbind(1)
-            self._ids[indices, columns] = tokens.to(self._ids.dtype)
+        indices, columns, tokens = zip(*self._waiting, strict=True)
+        first, count = columns[0], len(columns)
+        if columns == tuple(range(first, first + count)) and len(set(indices)) == 1:
+            self._ids[indices[0], first : first + count] = upload(tokens, self.device)
         else:
-            for index, column, token in self._waiting:
-                self._ids[index, column] = token
+            rows, places, values = upload((*indices, *columns, *tokens), self.device).view(3, count)
+            self._ids[rows, places] = values.to(self._ids.dtype)
         self._waiting.clear()
 
     def _make_room(self, length: int) -> None:

@@ -9,13 +9,15 @@ long as launching its kernels does, they say more than a clock. They are taken w
 - A *read* makes the host wait for the device: `item` and what implies it (`int`, `bool`), `tolist`, `cpu`, copies to
   the host, and operators whose result has a size, or is a number, that the host must know (`nonzero`, `equal`, a mask
   as an index, and others in `READS`).
-- A *write* moves data of the host to the device: tensors made from Python numbers or lists, lists as indices, copies
-  to the device. It does not wait.
+- A *write* moves data of the host to the device, and the host waits for it, too: tensors made from Python numbers or
+  lists, lists as indices, copies to the device.
+- An *upload* moves data to the device as well, but the host goes on at once (`decoding/transfers.py`).
 
-On a CPU everything is on the host. Counted are then the calls that would be reads and writes if the model were on an
+On a CPU everything is on the host. Counted are then the calls that would be transfers if the model were on an
 accelerator, except for comparisons of generator states (uint8), which are on the host everywhere. Counts of different
 devices differ all the same, since an operator may be composed of others on one of them, and decoding itself takes
-another way through some steps (greedy choices are read at once on an accelerator).
+another way through some steps (the walk chooses for all nodes at once on an accelerator). `rms_norm`, which is one
+kernel on accelerators, is counted as one op on a CPU as well.
 """
 
 import threading
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..decoding.loop import SpeculativeDecoding
 
@@ -62,6 +64,7 @@ READS = frozenset(
     }
 )
 _HOST_CALLS = (torch.Tensor.tolist, torch.Tensor.cpu)
+_FUSED = {torch.nn.functional.rms_norm: "aten::_fused_rms_norm"}
 
 # Methods of the loop by phase. What a round runs besides belongs to `OTHER`, and the rest of a call to `OUTSIDE`.
 PHASES = {"_prefill": "prefill", "_propose": "draft", "_verify": "verify", "_accept": "walk", "_commit": "commit"}
@@ -76,16 +79,18 @@ class PhaseCounts:
     Attributes:
         ops: Calls by the name of the operator.
         reads: Transfers to the host by name.
-        writes: Transfers to the device by name.
+        writes: Transfers to the device by name, for which the host waits.
+        uploads: Transfers to the device by name, for which it does not wait.
     """
 
     ops: Counter[str] = field(default_factory=Counter)
     reads: Counter[str] = field(default_factory=Counter)
     writes: Counter[str] = field(default_factory=Counter)
+    uploads: Counter[str] = field(default_factory=Counter)
 
-    def totals(self) -> tuple[int, int, int]:
-        """Return the numbers of ops, reads and writes."""
-        return self.ops.total(), self.reads.total(), self.writes.total()
+    def totals(self) -> tuple[int, ...]:
+        """Return the numbers of ops, reads, writes and uploads."""
+        return self.ops.total(), self.reads.total(), self.writes.total(), self.uploads.total()
 
 
 @dataclass
@@ -106,11 +111,9 @@ class OpCounts:
         """Return the counts of a phase, which are zero if it did not run."""
         return self.phases.setdefault(name, PhaseCounts())
 
-    def per_round(self, name: str) -> tuple[float, float, float]:
-        """Return ops, reads and writes of a phase per round."""
-        ops, reads, writes = self.phase(name).totals()
-        rounds = max(1, self.rounds)
-        return ops / rounds, reads / rounds, writes / rounds
+    def per_round(self, name: str) -> tuple[float, ...]:
+        """Return ops, reads, writes and uploads of a phase per round."""
+        return tuple(count / max(1, self.rounds) for count in self.phase(name).totals())
 
 
 class _Ops(TorchDispatchMode):
@@ -129,7 +132,7 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _transfer(self, name: str, args: tuple, kwargs: dict[str, Any]) -> str | None:
-        """Return "reads", "writes", or `None` if an operator moves nothing between host and device."""
+        """Return "reads", "writes" or "uploads", or `None` if nothing moves between host and device."""
         if name in READS:
             is_state = name == "aten::equal" and args[0].dtype == torch.uint8
             return "reads" if self._counts(args[0]) and not is_state else None
@@ -138,9 +141,9 @@ class _Ops(TorchDispatchMode):
         if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
             return "reads" if self._counts(args[0]) and _has_mask(args) else None
         if name == "aten::_to_copy":
-            return _direction(args[0].device, kwargs.get("device"))
+            return _direction(args[0].device, kwargs.get("device"), kwargs.get("non_blocking", False))
         if name == "aten::copy_":
-            return _direction(args[1].device, args[0].device)
+            return _direction(args[1].device, args[0].device, args[2] if len(args) > 2 else False)
         return None
 
     def _counts(self, tensor: torch.Tensor) -> bool:
@@ -153,14 +156,22 @@ def _has_mask(args: tuple) -> bool:
     return masks and (len(args) < 3 or args[2].numel() > 1)  # a single value is filled in
 
 
-def _direction(source: torch.device, device: torch.device | str | None) -> str | None:
+def _direction(source: torch.device, device: torch.device | str | None, goes_on: bool) -> str | None:
     if device is None or torch.device(device).type == source.type:
         return None
-    return "writes" if source.type == "cpu" else "reads"
+    if source.type != "cpu":
+        return "reads"
+    return "uploads" if goes_on else "writes"
+
+
+def _fills(tensor: torch.Tensor, index: Any, value: Any) -> bool:
+    """Whether a number is assigned to a part of a tensor that is a view of it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return isinstance(value, int | float) and all(part is ... or isinstance(part, int | slice) for part in parts)
 
 
 class _HostCalls(TorchFunctionMode):
-    """Sees the calls that read a tensor without an operator if it is on the host already."""
+    """Sees calls that are no operators if the tensor is on the host already, and calls that are fused elsewhere."""
 
     def __init__(self, add: Callable[[str, str], None]):
         super().__init__()
@@ -169,6 +180,17 @@ class _HostCalls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _HOST_CALLS:
             self._add("reads", func.__name__)
+        elif func is torch.Tensor.to and (kwargs or {}).get("non_blocking"):
+            self._add("uploads", func.__name__)
+        elif func in _FUSED:
+            self._add("ops", _FUSED[func])
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
+        elif func is torch.Tensor.__setitem__ and _fills(*args):
+            # A CPU makes a tensor of the number first. An accelerator gets it with the launch.
+            self._add("ops", "aten::fill_")
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -232,8 +254,8 @@ def count_generate(target, inputs: dict[str, torch.Tensor], seed: int = 0, draft
     return counts
 
 
-def plain_step(target, inputs: dict[str, torch.Tensor], seed: int = 0, **options: Any) -> tuple[float, float, float]:
-    """Return ops, reads and writes of a step of ordinary decoding: by how much two calls of different length differ.
+def plain_step(target, inputs: dict[str, torch.Tensor], seed: int = 0, **options: Any) -> tuple[float, ...]:
+    """Return ops, reads, writes and uploads of a step of ordinary decoding: the difference of two calls.
 
     Args:
         target, inputs, seed, options: See `count_generate`; `max_new_tokens` is the longer length.
@@ -246,11 +268,8 @@ def plain_step(target, inputs: dict[str, torch.Tensor], seed: int = 0, **options
     steps = long.tokens - short.tokens
     if steps < 1:
         raise ValueError(f"the text ends after {long.tokens} token(s): count with another prompt or more new tokens")
-    ops, reads, writes = (
-        (more - less) / steps
-        for more, less in zip(long.phase(OUTSIDE).totals(), short.phase(OUTSIDE).totals(), strict=True)
-    )
-    return ops, reads, writes
+    totals = zip(long.phase(OUTSIDE).totals(), short.phase(OUTSIDE).totals(), strict=True)
+    return tuple((more - less) / steps for more, less in totals)
 
 
 def counts_table(target, draft, inputs: dict[str, torch.Tensor], seed: int = 0, **options: Any) -> str:
@@ -269,7 +288,7 @@ def counts_table(target, draft, inputs: dict[str, torch.Tensor], seed: int = 0, 
     per_round = (counts.tokens - 1) / max(1, counts.rounds)
     lines = [
         f"{counts.rounds} rounds, {per_round:.2f} tokens a round, on {target.device}",
-        "| a round | ops | reads | writes |\n|---|---|---|---|",
+        "| a round | ops | reads | writes | uploads |\n|---|---|---|---|---|",
     ]
     lines += [f"| {name} | {' | '.join(f'{count:.1f}' for count in row)} |" for name, row in rows.items()]
     prefill = counts.phase("prefill").totals()

@@ -10,15 +10,17 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .configuration_eagle3 import Eagle3DraftConfig
 from .grouped_attention import AdditiveMasks, grouped_attention
+from .norms import Eagle3RMSNorm
 
 
 # What a layer calls: from (module, query, key, value), each (B, heads, n, width), to the output (B, n, heads, width).
 Attend = Callable[["DraftAttention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, (B or 1, n, rotary width)
+# cos and sin, (B or 1, n or 1, rotary width); the first half of sin is negated (see `apply_rotary`).
+Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class DraftCache:
@@ -163,14 +165,16 @@ def apply_rotary(
     Args:
         interleaved: Pairs are (0, 1), (2, 3), ... instead of halves. They come out as halves, in query and key alike.
     """
-    width = rotary[0].shape[-1]
-    turned = [states[..., :width] for states in (query, key)]
+    (cos, sin), heads = rotary, (query.shape[1], key.shape[1])
+    width = cos.shape[-1]
+    states = torch.cat([query[..., :width], key[..., :width]], 1)
     if interleaved:
-        turned = [states.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for states in turned]
-    turned = list(apply_rotary_pos_emb(*turned, *rotary))
+        states = states.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    # Half a width further is the other number of each pair. In the first half it is subtracted: sin is negative there.
+    turned = torch.addcmul(states * cos[:, None], states.roll(width // 2, -1), sin[:, None]).split(heads, 1)
     if query.shape[-1] == width:
-        return turned
-    return [torch.cat([part, states[..., width:]], -1) for part, states in zip(turned, (query, key), strict=True)]
+        return list(turned)
+    return [torch.cat([part, whole[..., width:]], -1) for part, whole in zip(turned, (query, key), strict=True)]
 
 
 class Eagle3Attention(nn.Module):
@@ -192,8 +196,8 @@ class Eagle3Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_output_bias)
         if config.qk_norm:
-            self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
+            self.q_norm = Eagle3RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = Eagle3RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
         shape = (*hidden.shape[:-1], -1, self.head_dim)
@@ -227,10 +231,10 @@ class Eagle3LatentAttention(nn.Module):
             self.q_proj = nn.Linear(width, heads * (nope + rope), bias=False)
         else:
             self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=bias)
-            self.q_a_layernorm = LlamaRMSNorm(config.q_lora_rank, eps)
+            self.q_a_layernorm = Eagle3RMSNorm(config.q_lora_rank, eps)
             self.q_b_proj = nn.Linear(config.q_lora_rank, heads * (nope + rope), bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, latent + rope, bias=bias)
-        self.kv_a_layernorm = LlamaRMSNorm(latent, eps)
+        self.kv_a_layernorm = Eagle3RMSNorm(latent, eps)
         self.kv_b_proj = nn.Linear(latent, heads * (nope + value), bias=False)
         self.o_proj = nn.Linear(heads * value, config.hidden_size, bias=config.attention_output_bias)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
 
 from ..published_formats import DROPPED_TENSORS
@@ -25,6 +25,7 @@ from .attention import Attend, CachedAttention, Eagle3Attention, Eagle3LatentAtt
 from .borrowed import Borrowed, call_on_module_device, compute_dtype
 from .configuration_eagle3 import Eagle3DraftConfig
 from .loading import load_head
+from .norms import Eagle3RMSNorm
 from .offload import require_resident, require_weights
 from .rope import default_frequencies
 from .target_check import check_target
@@ -63,6 +64,12 @@ class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
 
     compute_default_rope_parameters = staticmethod(default_frequencies)
 
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
+        """Return cos and sin (B, n, width), the first half of sin negated as `apply_rotary` needs it."""
+        cos, sin = super().forward(x, position_ids)
+        first, second = sin.chunk(2, dim=-1)
+        return cos, torch.cat([-first, second], dim=-1)
+
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         if self.inv_freq.dtype != torch.float32 and self.inv_freq.device.type != "meta":
@@ -81,10 +88,10 @@ class Eagle3DecoderLayer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         self.self_attn = (Eagle3LatentAttention if config.is_latent else Eagle3Attention)(config, layer_idx)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = Eagle3RMSNorm(config.hidden_size, config.rms_norm_eps)
         if self.is_first:
-            self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.hidden_norm = Eagle3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Eagle3RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, embeds: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
         residual = hidden
@@ -136,16 +143,17 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         captured = config.num_captured_layers * config.target_hidden_size
         if config.norm_before_fc:
-            self.input_norm = LlamaRMSNorm(captured, config.rms_norm_eps)
+            self.input_norm = Eagle3RMSNorm(captured, config.rms_norm_eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(
-                LlamaRMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(config.num_captured_layers)
+                Eagle3RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+                for _ in range(config.num_captured_layers)
             )
         if config.use_aux_hidden_state:
             self.fc = nn.Linear(captured, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([Eagle3DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         if config.final_norm:
-            self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.norm = Eagle3RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.own_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = Eagle3RotaryEmbedding(config)  # type: ignore[arg-type] # as much of a LlamaConfig as it reads
@@ -174,11 +182,25 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
         return self.fc(features) if self.config.use_aux_hidden_state else features
 
     def run_layers(
-        self, hidden: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, attend: Callable
+        self,
+        hidden: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        attend: Callable,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Hidden and next tokens' embeddings (B, n, H), positions (B, n) -> (B, n, H) before the final norm."""
+        """Return (B, n, H) the outputs before the final norm.
+
+        Args:
+            hidden: (B, n, H) features.
+            embeds: (B, n, H) embeddings of the next tokens.
+            position_ids: (B, n).
+            attend: What a position attends to, called with `position_ids`.
+            rotary: What `rotary_emb` returns for the positions, where the caller knows it already.
+        """
         embeds = embeds.to(hidden.dtype)
-        rotary = self.rotary_emb(hidden, position_ids)
+        if rotary is None:
+            rotary = self.rotary_emb(hidden, position_ids)
         attend = partial(attend, position_ids=position_ids)
         for layer in self.layers:
             hidden = layer(hidden, embeds, rotary, attend)

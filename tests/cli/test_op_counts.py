@@ -72,6 +72,7 @@ def test_what_is_counted_on_a_cpu(block, ops, reads, writes):
     found = counted(lambda: block(x))
     assert found.ops == Counter(ops)
     assert (found.reads.total(), found.writes.total()) == (reads, writes)
+    assert not found.uploads
 
 
 def test_on_an_accelerator_only_its_own_tensors_count():

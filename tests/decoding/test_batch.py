@@ -20,8 +20,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from eagle3_hf.decoding import loop
-from eagle3_hf.decoding.output.emitter import TokenEmitter
+from eagle3_hf.decoding import loop, transfers
 from eagle3_hf.decoding.target.runner import CACHE_KEY
 from support.callbacks import AfterCalls, raising, surroundings
 from support.drafts import (
@@ -685,9 +684,11 @@ def test_an_interrupted_forward_leaves_no_trace(family, mode):
 @pytest.mark.parametrize("eos", [None, [3, None, 10]], ids=str)
 @pytest.mark.parametrize("hidden", [False, True], ids=["ids", "hidden states"])
 def test_choices_of_all_nodes_at_once(family, eos, hidden, monkeypatch):
-    """What an accelerator does for plain greedy decoding, made to run here; hidden states are asked of pad tokens."""
+    """What an accelerator does, made to run here; hidden states are asked of pad tokens."""
     (target, draft), inputs = pair(family), padded(LENGTHS)
-    monkeypatch.setattr(TokenEmitter, "_chooses_at_once", lambda tokens, device: tokens.is_plain_greedy)
+    monkeypatch.setattr(transfers, "makes_host_wait", lambda device: True)
     asked = {"output_scores": False, "output_logits": False, "output_hidden_states": hidden}
     ends = {} if eos is None else {"eos_token_id": ends_of(family, inputs, eos)}
     assert_same_as_plain(target, draft, inputs, **asked, **ends)
+    ends = {} if eos is None else {"eos_token_id": ends_of(family, inputs, eos, **SAMPLED)}
+    assert_same_as_plain(target, draft, inputs, **asked, **ends, **SAMPLED)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3_hf.decoding.draft.lookup import LONGEST_MATCH, Lookup
-from eagle3_hf.decoding.draft.mixture import BOTH, EMPTY, HEAD, LOOKUP, Pool, best_nodes
+from eagle3_hf.decoding.draft.mixture import BOTH, EMPTY, HEAD, LOOKUP, Pool, best_nodes, likeliest_first
 
 
 def random_pool(rng: random.Random, width: int, levels: int, vocab: int, noise=None):
@@ -141,3 +141,25 @@ def test_what_a_cutoff_excludes_is_not_kept():
     noise = lambda level, token: 1.0  # noqa: E731
     assert best_nodes(nothing, lambda tail: lookup.guesses(0, tail), [0], 5, 1, noise=noise).tokens == [2]
     assert best_nodes(nothing, None, [0], 5, 3).tokens == []
+
+
+@given(st.integers(0, 10_000), st.integers(1, 30))
+def test_the_likeliest_path_comes_first(seed, count):
+    rng = random.Random(seed)
+    pool, _ = random_pool(rng, 3, 3, 12)
+    found = best_nodes(pool, None, [1, 2], 30, 3)
+    ordered, kept = likeliest_first(found, count), len(found.tokens[:count])
+
+    def nodes(candidates):
+        paths = [()]
+        for token, parent in zip(candidates.tokens[:count], candidates.parents, strict=False):
+            paths.append((*paths[parent], token))
+        return paths[1:], list(zip(candidates.values[:count], candidates.depths, candidates.sources, strict=False))
+
+    (before, old), (after, new) = nodes(found), nodes(ordered)
+    assert len(after) == kept
+    assert sorted(zip(after, new, strict=True)) == sorted(zip(before, old, strict=True))
+    values = dict(zip(before, found.values, strict=False))
+    gains = {path: sum(values[path[: end + 1]] for end in range(len(path))) for path in before}
+    best = max(gains, key=gains.__getitem__)
+    assert gains[after[len(best) - 1]] == pytest.approx(gains[best])

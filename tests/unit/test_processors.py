@@ -13,8 +13,20 @@ from transformers import (
     WatermarkingConfig,
 )
 
+from eagle3_hf.decoding import transfers
 from eagle3_hf.decoding.output.emitter import TokenEmitter
-from support.drafts import FOUR, MODES, NEW_TOKENS, SAMPLED, assert_same_as_plain, new_draft, pair, set_tree, target_of
+from support.drafts import (
+    FOUR,
+    MODES,
+    NEW_TOKENS,
+    SAMPLED,
+    Recorder,
+    assert_same_as_plain,
+    new_draft,
+    pair,
+    set_tree,
+    target_of,
+)
 from support.families import VOCAB_SIZE, prompt
 
 
@@ -163,25 +175,93 @@ def test_allowed_tokens_are_asked_with_real_prefixes_only(mode):
     assert asked[1] == asked[0]
 
 
+WARPED = {"do_sample": True, "temperature": 0.8, "top_k": 30, "top_p": 0.9}
+
+
+@pytest.fixture
+def at_once(monkeypatch) -> list[bool]:
+    """Decoding as on an accelerator. The list tells for each round whether it has chosen for all nodes at once."""
+    asked: list[bool] = []
+    original = TokenEmitter._chooses_at_once
+
+    def chooses(self, device):
+        asked.append(original(self, device))
+        return asked[-1]
+
+    monkeypatch.setattr(transfers, "makes_host_wait", lambda device: True)
+    monkeypatch.setattr(TokenEmitter, "_chooses_at_once", chooses)
+    return asked
+
+
+def both(target, draft, inputs, **options) -> list[tuple[list, torch.Tensor]]:
+    """Ids and the generator's state of plain decoding and of ours, from one seed; `make` gives new arguments."""
+    make, found = options.pop("make", dict), []
+    for assistant in (None, draft):
+        if assistant is not None:
+            draft.foretell([row[inputs.shape[1] :] for row in found[0][0]])
+        torch.manual_seed(3)
+        ids = target.generate(inputs, assistant_model=assistant, max_new_tokens=NEW_TOKENS, **make(), **options)
+        found.append((ids.tolist(), torch.get_rng_state()))
+    return found
+
+
 @FOUR
-def test_choices_of_all_nodes_at_once(family, monkeypatch):
-    """What an accelerator does for plain greedy decoding, made to run here."""
+def test_choices_of_all_nodes_at_once(family, at_once):
     target, draft = pair(family)
-    asked = []
-
-    def at_once(self, device):
-        asked.append(self.is_plain_greedy)
-        return self.is_plain_greedy
-
-    monkeypatch.setattr(TokenEmitter, "_chooses_at_once", at_once)
-    vanilla = target.generate(prompt(7), max_new_tokens=NEW_TOKENS)
-    draft.foretell(vanilla[0, 7:])
-    assert torch.equal(target.generate(prompt(7), max_new_tokens=NEW_TOKENS, assistant_model=draft), vanilla)
-    assert any(asked)
-    asked.clear()
+    for options in ({}, SAMPLED, WARPED):
+        (ids, state), (ours, our_state) = both(target, draft, prompt(7), **options)
+        assert ours == ids
+        assert torch.equal(our_state, state)
+        assert draft.stats.mean_accepted > 0.3
+    assert all(at_once)
+    at_once.clear()
     assert_same_as_plain(target, draft, prompt(7))
     assert_same_as_plain(target, draft, prompt(7), **SAMPLED)
-    assert not any(asked), "scores are wanted of each token, or a number is drawn for each"
+    assert not any(at_once), "scores are wanted of each token"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_choices_made_before_a_streamer_has_drawn(batch, at_once):
+    """Numbers that a callback draws change those of all steps behind it, which were chosen with the earlier ones."""
+
+    class Drawing(Recorder):
+        def put(self, value):
+            if len(self.calls) % 3 == 2:
+                torch.rand(1)
+            super().put(value)
+
+    target, draft = pair("llama")
+    inputs = torch.cat([prompt(7, seed) for seed in range(batch)])
+    vanilla, ours = both(target, draft, inputs, make=lambda: {"streamer": Drawing()}, **WARPED)
+    assert ours[0] == vanilla[0]
+    assert torch.equal(ours[1], vanilla[1])
+    assert any(at_once)
+
+
+def test_choices_of_logits_that_cannot_be_sampled_from(at_once):
+    """The error of plain decoding, at the same step."""
+    target, draft = pair("llama")
+    torch.manual_seed(3)
+    options = {"max_new_tokens": NEW_TOKENS, **SAMPLED}
+    plain = target.generate(prompt(7), return_dict_in_generate=True, output_logits=True, **options)
+    broken = plain.logits[9].argmax(-1)
+    assert all(logits.argmax(-1) != broken for logits in plain.logits[:5])
+
+    def spoil(module, args, output):
+        return output.masked_fill(output.argmax(-1, keepdim=True) == broken, torch.nan)
+
+    handle, streamed = target.get_output_embeddings().register_forward_hook(spoil), []
+    try:
+        for assistant in (None, draft.foretell(plain.sequences[0, 7:])):
+            torch.manual_seed(3)
+            streamer = Recorder()
+            with pytest.raises(RuntimeError, match="probability tensor"):
+                target.generate(prompt(7), assistant_model=assistant, streamer=streamer, **options)
+            streamed.append((streamer.calls, torch.get_rng_state().tolist()))
+    finally:
+        handle.remove()
+    assert streamed[1] == streamed[0]
+    assert any(at_once)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

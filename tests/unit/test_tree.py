@@ -251,3 +251,97 @@ def test_a_tree_in_words():
     assert str(DraftTree.root_only(torch.tensor([[3]]))) == "3 (root; drafted nodes: 0, levels: 0)"
     meta = torch.zeros(1, 3, device="meta")
     assert str(DraftTree(meta, meta, meta[:, 0], meta, meta)) == "DraftTree(B=1, N=3, device='meta')"
+
+
+# ----- the order of nodes --------------------------------------------------------------------------------------------
+
+
+def paths_by_hand(tree: DraftTree, index: int = 0) -> list[tuple[int, ...]]:
+    tokens, parents = tree.host()[index]
+    paths = [(tokens[0],)]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
+@given(st.lists(pools(), min_size=1, max_size=3), st.integers(2, 20))
+def test_the_likeliest_path_comes_first_and_nothing_else_changes(rows, num_nodes):
+    size = min(len(parents) for parents, _ in rows)
+    scores = torch.stack([scores[:size] for _, scores in rows])
+    tree = select(
+        torch.arange(100, 100 + size).expand(len(rows), size),
+        torch.tensor([parents[:size] for parents, _ in rows]),
+        scores,
+        2 * scores,
+        torch.full((len(rows), 1), 7),
+        num_nodes,
+        PAD,
+    )
+    first = tree.likeliest_first()
+    assert_valid(first)
+    assert torch.equal(first.num_nodes, tree.num_nodes)
+    for row in range(len(rows)):
+        before, after = paths_by_hand(tree, row), paths_by_hand(first, row)
+        assert sorted(after) == sorted(before)
+        for name in ("scores", "log_probs", "depths"):
+            values = [
+                dict(zip(p, getattr(t, name)[row].tolist(), strict=False)) for t, p in ((tree, before), (first, after))
+            ]
+            assert values[1] == values[0], name
+        # Expected accepted tokens of the path to each node, the root counted.
+        probabilities = dict(zip(before, tree.scores[row].exp().tolist(), strict=False))
+        gains = {path: sum(probabilities[path[: end + 1]] for end in range(len(path))) for path in before}
+        length = next((n for n, parent in enumerate(first.host()[row].parents[1:]) if parent != n), len(after) - 1)
+        likeliest = max(gains.values())
+        assert max(gains[path] for path in after[: length + 1]) == pytest.approx(likeliest, rel=1e-5)
+        ancestors = [[other == path[: len(other)] for other in after] for path in after]
+        assert first.ancestors[row, : len(after), : len(after)].tolist() == ancestors
+
+
+def test_trees_of_the_host_and_of_the_device_are_the_same():
+    """What follows from the parents is computed on the host, if the nodes are known there, and moved with them."""
+    tree = DraftTree.from_nodes(
+        [7, 8], [[1, 2, 3, 4], [5]], [[0, 1, 0, 2], [0]], [[0.5, 0.25, 0.125, 0.1], [0.5]], torch.device("cpu")
+    )
+    assert_valid(tree)
+    known = DraftTree(tree.tokens, tree.parents, tree.num_nodes, tree.scores, tree.log_probs)
+    assert torch.equal(tree.ancestors, known.ancestors)
+    assert torch.equal(tree.depths, known.depths)
+    assert tree.host() == known.host()
+    assert tree.scores.exp().tolist() == [pytest.approx([1, 0.5, 0.25, 0.125, 0.1]), pytest.approx([1, 0.5, 0, 0, 0])]
+
+
+def test_ancestors_need_no_more_steps_than_there_are_levels():
+    parents = [-1, 0, 1, 2, 3, 0, 5, 2, 7]
+    tree = tree_of(parents)
+    for levels in (4, 5, 8, 30):
+        bounded = DraftTree(tree.tokens, tree.parents, tree.num_nodes, tree.scores, tree.log_probs, levels)
+        assert torch.equal(bounded.ancestors, tree.ancestors)
+
+
+def test_nodes_are_read_together_with_something_else():
+    tree = tree_of([-1, 0, 0, 1])
+    more = torch.tensor([[5, 6]])
+    assert tree.read_with(more) == [[5, 6]]
+    assert tree.host() == [([100, 101, 102, 103], [-1, 0, 0, 1])]
+    assert tree.read_with(more) == [[5, 6]]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_chains_in_the_place_of_trees(known):
+    zeros = torch.zeros(3, 4)
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]])
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 1], [-1, 0, 0, 0]])
+    tree = DraftTree(tokens, parents, torch.tensor([4, 4, 1]), zeros, zeros, 2)
+    if known:
+        tree.host()
+    for chains, size in (({0: [1], 2: [9, 0, 0]}, 4), ({2: [9, 0, 0, 0, 0, 0]}, 6)):
+        replaced = tree.with_chains(chains)
+        assert_valid(replaced)
+        assert replaced.tokens.shape == (3, size)
+        expected = list(tree.host())
+        for index, chain in chains.items():
+            expected[index] = (chain, list(range(-1, len(chain) - 1)))
+        assert replaced.host() == expected
+        assert [replaced.deepest(index) for index in range(3)] == [tree.depth for tree in replaced.host()]
+    assert tree.with_chains({}) is tree

@@ -14,7 +14,7 @@ from ...utils.logging import get_logger
 from ..coupling import Noise
 from ..tree import DraftTree
 from . import trial
-from .growth import CandidatePool, CoupledRanking, Expansion, Ranking, TreeGrower, greedy_ranking
+from .growth import CandidatePool, CoupledRanking, Expansion, Positions, Ranking, TreeGrower, greedy_ranking
 from .inputs import DraftInputs
 
 
@@ -70,6 +70,7 @@ class Eagle3Candidate(CandidateGenerator):
         self.num_fed = 0
         self._last: torch.Tensor | None = None  # (B, 1, H) output at the last committed position
         self._next: int | torch.Tensor = start_position  # the position behind it, (B, 1) where sequences differ
+        self._ahead: tuple[Positions, int] | None = None  # that position, and those of the levels, where known
         self._borrowed = draft.borrow(target)
         self._ranking: Ranking = greedy_ranking
         if noise is not None:
@@ -101,17 +102,19 @@ class Eagle3Candidate(CandidateGenerator):
         tokens = inputs.tokens.to(device)
         # A position that overflows must not make all later ones NaN: it costs one draft, not all that follow.
         hidden = self.draft.fuse(inputs.features.to(device)).nan_to_num()
-        visible = valid = None
+        visible = valid = rotary = self._ahead = None
         if inputs.positions is None or inputs.valid is None:
             first = self._start + self._cache.length
-            positions = torch.arange(first, first + inputs.count, device=device).expand_as(tokens)
-            self._next = first + inputs.count
+            # The levels of the tree follow these positions.
+            together = Positions(self.draft, hidden, first, inputs.count + self.settings.depth - 1)
+            positions, rotary = together.at(0, inputs.count)
+            self._next, self._ahead = first + inputs.count, (together, inputs.count)
         else:
             positions, valid = inputs.positions.to(device), inputs.valid.to(device)
             visible = self._visible(valid)
         attend = CachedAttention(self._cache, visible)
         embeds = self._embed(tokens, inputs.embeds, inputs.embedded)
-        output = self.draft.run_layers(hidden, embeds, positions, attend)
+        output = self.draft.run_layers(hidden, embeds, positions.expand_as(tokens), attend, rotary)
         self._cache.commit()
         self.num_fed = inputs.count
         if valid is None:
@@ -162,7 +165,7 @@ class Eagle3Candidate(CandidateGenerator):
         # The length of the cache is an upper bound. It is compared first, since `_next` may have to be waited for.
         if self.draft._warned_of_length or self._start + self._cache.length <= trained:
             return
-        if int(torch.as_tensor(self._next).max()) <= trained:
+        if (self._next if isinstance(self._next, int) else int(self._next.max())) <= trained:
             return
         self.draft._warned_of_length = True
         logger.warning(
@@ -204,7 +207,8 @@ class Eagle3Candidate(CandidateGenerator):
         settings = settings or self.settings
         settings = settings.capped(max_depth or settings.depth)
         last = self._ready(leads)
-        return self._grower.grow(last, roots.to(last.device), self._cache, self._next, settings)
+        roots, ahead = roots.to(last.device), self._positions_for(settings)
+        return self._grower.grow(last, roots, self._cache, self._next, settings, ahead)
 
     @torch.no_grad()
     def draft_pool(
@@ -223,7 +227,12 @@ class Eagle3Candidate(CandidateGenerator):
         """
         self.num_fed = 0
         self._feed_pending()
-        return self._grower.grow_pool(self._ready(leads), self._cache, self._next, settings, goes_on, expansion)
+        last, ahead = self._ready(leads), self._positions_for(settings)
+        return self._grower.grow_pool(last, self._cache, self._next, settings, goes_on, expansion, ahead)
+
+    def _positions_for(self, settings: TreeSettings) -> tuple[Positions, int] | None:
+        """Return the positions that were computed ahead, if they are enough for all levels."""
+        return self._ahead if settings.depth <= self.settings.depth else None
 
     def _ready(self, leads: list[int] | None) -> torch.Tensor:
         """Return the output at the last committed position, once the ranking knows how far sequences are ahead."""

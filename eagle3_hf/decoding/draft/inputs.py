@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..transfers import upload, upload_parts
+
 
 @dataclass(frozen=True, eq=False)
 class DraftInputs:
@@ -72,16 +74,25 @@ class DraftInputs:
         """
         device = features.device
         if len(paths) == 1:
-            return cls(features[:, paths[0]], torch.tensor([tokens[0]], dtype=torch.int64, device=device))
-        longest = max(1, *map(len, paths))
-        nodes = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=device)
-        steps = torch.arange(longest, device=device)
-        return cls(
-            features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1])),
-            torch.tensor([own + [0] * (longest - len(own)) for own in tokens], device=device),
-            torch.tensor(positions, device=device)[:, None] + steps,
-            steps < torch.tensor([len(path) for path in paths], device=device)[:, None],
-        )
+            path, count = list(paths[0]), len(paths[0])
+            if path == list(range(count)):
+                return cls(features[:, :count], upload(tokens[0], device)[None])
+            table = upload([*tokens[0], *path], device)
+            return cls(features.index_select(1, table[count:]), table[None, :count])
+        batch, longest = len(paths), max(1, *map(len, paths))
+        missing = [longest - len(path) for path in paths]
+        numbers: list[int] = []
+        for own, lacks in zip(paths, missing, strict=True):
+            numbers += [*own, *[0] * lacks]
+        for own, lacks in zip(tokens, missing, strict=True):
+            numbers += [*own, *[0] * lacks]
+        for first in positions:
+            numbers += range(first, first + longest)
+        valid = b"".join(b"\1" * len(path) + b"\0" * lacks for path, lacks in zip(paths, missing, strict=True))
+        moved = upload_parts(device, numbers, flags=valid)
+        nodes, following, places = moved.ints.view(3, batch, longest)
+        chosen = features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]))
+        return cls(chosen, following, places, moved.flags.view(batch, longest))
 
     @classmethod
     def of_prompt(

@@ -199,6 +199,35 @@ def best_nodes(
     return found
 
 
+def likeliest_first(candidates: Candidates, count: int) -> Candidates:
+    """Return the first `count` nodes, those of one path before all others: that of the most expected accepted tokens.
+
+    If a path is accepted, it is often this one or a part of it. Its entries are then in their slots of the cache
+    already. The other nodes keep their order, so that parents still come before their children.
+    """
+    parents, values = candidates.parents[:count], candidates.values
+    expected = [0.0]  # of the path to each node, the root first
+    for parent, value in zip(parents, values, strict=False):
+        expected.append(expected[parent] + value)
+    node, on_path = expected.index(max(expected)), []
+    while node:
+        on_path.append(node)
+        node = parents[node - 1]
+    seen = set(on_path)
+    order = [0, *on_path[::-1], *(node for node in range(1, len(parents) + 1) if node not in seen)]
+    place = [0] * len(order)
+    for index, old in enumerate(order):
+        place[old] = index
+    chosen = [old - 1 for old in order[1:]]
+    return Candidates(
+        [candidates.tokens[old] for old in chosen],
+        [place[parents[old]] for old in chosen],
+        [values[old] for old in chosen],
+        [candidates.depths[old] for old in chosen],
+        [candidates.sources[old] for old in chosen],
+    )
+
+
 def _wins(right: float, noise: RaceNoise | None, level: int, token: int) -> float:
     """Return the probability that a guess is chosen, where nothing is known of the other tokens."""
     if noise is None or right <= 0.0:

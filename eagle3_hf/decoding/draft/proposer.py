@@ -2,21 +2,18 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from ...acceptance import SpeculationStats
 from ...model.tree_settings import TreeSettings
+from .. import transfers
 from ..coupling import Noise
 from ..sequence import Batch
 from ..tree import DraftTree
 from .candidate import Eagle3Candidate
+from .host_noise import HostNoise
 from .inputs import DraftInputs
 from .lookup import Lookup
-from .mixture import BOTH, EMPTY, HEAD, LOOKUP, Candidates, Pool, RaceNoise, best_nodes
+from .mixture import BOTH, EMPTY, HEAD, LOOKUP, Candidates, Pool, best_nodes, likeliest_first
 from .sizing import FixedSizes, Plan, Proposal, TreeSizer
-
-
-_LEAST_NOISE = 1e-30  # noise is positive; this keeps its inverse finite
 
 
 class Proposer:
@@ -46,7 +43,7 @@ class Proposer:
         self._sizes = sizes
         self._head = head
         self._lookup = lookup
-        self._noise = noise
+        self._noise = None if noise is None else HostNoise(noise)
 
     def propose(self, depth: int, active: Sequence[int]) -> DraftTree:
         """Return a tree below the newest token of each sequence.
@@ -58,19 +55,26 @@ class Proposer:
         self.proposal = Proposal()
         plan = self._sizes.plan(depth, self._batch.longest) if depth > 0 else Plan(0, 0)
         if plan.num_nodes < 1 or (not plan.levels and self._lookup is None):
-            return DraftTree.root_only(self._batch.roots())
+            return self._roots_alone()
         leads = [sequence.lead(self._batch.steps) for sequence in self._batch]
         if self._lookup is None and isinstance(self._sizes, FixedSizes) and self._head is not None:
-            # There may be fewer candidates than asked for (because of cutoffs or NaN): the forward is then smaller.
-            tree = self._head.draft_tree(None, depth, self._settings, self._batch.roots(), leads).trimmed()
+            tree = self._head.draft_tree(None, depth, self._settings, self._batch.roots(), leads)
+            # There may be fewer candidates than asked for (because of cutoffs or NaN). Where the host need not wait to
+            # know it, the forward is then smaller.
+            if not transfers.makes_host_wait(tree.tokens.device):
+                tree = tree.trimmed()
             self.proposal.levels, self.proposal.num_nodes = plan.levels, tree.tokens.shape[1] - 1
             return tree
+        if self._noise is not None:
+            self._noise.begin(max(leads) + min(depth, self._settings.reach))
         pools = self._pools(plan, leads)
         for index in active:
             self.proposal.candidates[index] = self._best(index, pools[index], plan, depth, leads[index])
         self.proposal.num_nodes = self._sizes.keep(list(self.proposal.candidates.values()))
         if not self.proposal.num_nodes:
-            return DraftTree.root_only(self._batch.roots())
+            return self._roots_alone()
+        for index, found in self.proposal.candidates.items():
+            self.proposal.candidates[index] = likeliest_first(found, self.proposal.num_nodes)
         return self._tree()
 
     def _pools(self, plan: Plan, leads: list[int]) -> list[Pool]:
@@ -99,19 +103,26 @@ class Proposer:
             min(depth, self._settings.reach),
             plan.least,
             self._settings.top_k == 1,
-            None if self._noise is None else _race(self._noise, index, lead),
+            None if self._noise is None else self._noise.race(index, lead),
         )
 
     @staticmethod
     def _guesses(lookup: Lookup, index: int) -> Callable[[Sequence[int]], list[tuple[int, float]]]:
         return lambda tail: lookup.guesses(index, tail)
 
+    def _roots_alone(self) -> DraftTree:
+        none: list[list] = [[] for _ in self._batch]
+        return DraftTree.from_nodes(self._roots(), none, none, none, self._batch.device)
+
+    def _roots(self) -> list[int]:
+        return [sequence.upcoming(1)[0] for sequence in self._batch]
+
     def _tree(self) -> DraftTree:
         kept = self.proposal.num_nodes
         none = Candidates([], [], [], [], [])
         found = [self.proposal.candidates.get(sequence.index, none) for sequence in self._batch]
         return DraftTree.from_nodes(
-            [sequence.upcoming(1)[0] for sequence in self._batch],
+            self._roots(),
             [each.tokens[:kept] for each in found],
             [each.parents[:kept] for each in found],
             [each.values[:kept] for each in found],
@@ -129,14 +140,17 @@ class Proposer:
         """Learn from a round, see [`TreeSizer.observe`]."""
         self._sizes.observe(self.proposal, paths, draft, verify)
 
-    def count(self, stats: SpeculationStats, paths: dict[int, list[int]]) -> None:
+    def count(self, stats: SpeculationStats, paths: dict[int, list[int]], tree: DraftTree) -> None:
         """Add what was drafted and accepted in a round.
 
         Args:
             stats: The counters.
             paths: Index of a sequence -> the visited nodes of its tree, for the sequences that were to advance.
+            tree: The trees.
         """
         kept = self.proposal.num_nodes
+        if kept and not self.proposal.candidates:  # by the head alone, on its device: some nodes may be padding
+            kept = max((len(tree.host()[index].tokens) for index in paths), default=1) - 1
         stats.levels += self.proposal.levels
         stats.plain_rounds += not kept
         stats.headless_rounds += not self.proposal.levels
@@ -172,16 +186,3 @@ class Proposer:
             self._lookup.rewind(index, step)
         if self._head is not None and position is not None:
             self._head.rewind(index, position)
-
-
-def _race(noise: Noise, index: int, lead: int) -> RaceNoise:
-    """Return the noise of a token at a level of one sequence's tree."""
-    rows: dict[int, np.ndarray] = {}
-
-    def at(level: int, token: int) -> float:
-        if level not in rows:
-            rows[level] = noise.peek(lead + level)[index].float().cpu().numpy()
-        row = rows[level]
-        return max(float(row[token]), _LEAST_NOISE) if token < len(row) else float("inf")
-
-    return at

@@ -16,9 +16,12 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, LogitsProcessorList
 
+from .. import transfers
 from ..coupling import Noise
 from ..sequence import Batch, Sequence
+from ..tree import DraftTree
 from ..verification import Walk
+from .at_once import NodeChoices, greedy_choices, sampled_choices
 from .outputs import KeyColumns, Place, StepRecord
 from .processors import HARMLESS_PROCESSORS, PREFIX_FREE_WARPERS, STATELESS_PROCESSORS, StopTest
 
@@ -115,8 +118,38 @@ class TokenEmitter:
 
     # ----- emitting -------------------------------------------------------------------------------------------------
 
+    def choices(self, logits: torch.Tensor, tree: DraftTree) -> NodeChoices | None:
+        """Return what would be chosen behind all nodes, or `None` if the walk is to ask node by node.
+
+        Unless the trees are on the host already, their nodes come along with the choices, in one transfer.
+
+        Args:
+            logits: (B, N, V) of all nodes.
+            tree: The trees.
+        """
+        if not self._chooses_at_once(logits.device):
+            return None
+        found = self._raced_at_once(logits, tree) if self._do_sample else greedy_choices(logits)
+        if found is not None:
+            found.set_host(tree.read_with(found.tokens))
+        return found
+
+    def _raced_at_once(self, logits: torch.Tensor, tree: DraftTree) -> NodeChoices | None:
+        if self.noise is None:
+            return None
+        firsts = [max(sequence.root_step + 1, self._batch.steps) for sequence in self._batch]
+        raw = logits.to(copy=True, dtype=torch.float32, device=self._batch.device)
+        levels = max(tree.deepest(index) for index in range(len(firsts)))
+        depths = tree.depths.to(raw.device)
+        return sampled_choices(raw, depths, levels, self.noise, self._processors, firsts, self._batch.steps)
+
     def chooser(
-        self, walk: Walk, outputs: Any, num_nodes: int, key_columns: Callable[[], list[KeyColumns]]
+        self,
+        walk: Walk,
+        outputs: Any,
+        num_nodes: int,
+        key_columns: Callable[[], list[KeyColumns]],
+        choices: NodeChoices | None = None,
     ) -> Callable[[dict[int, int]], dict[int, int]]:
         """Return the function by which a walk chooses: from the nodes that it has reached to the tokens behind them.
 
@@ -127,24 +160,42 @@ class TokenEmitter:
             outputs: The outputs of the target's forward over the trees.
             num_nodes: The number N of nodes of the trees, padding included.
             key_columns: See [`StepRecord.put_layers`].
+            choices: What [`choices`] has found; `None` to choose node by node.
         """
         logits = outputs.logits[:, -num_nodes:]
-        greedy = logits.argmax(-1).tolist() if self._chooses_at_once(logits.device) else None
 
         def choose(nodes: dict[int, int]) -> dict[int, int]:
             if self.record.keeps_layers:
                 places = [self._place(index, walk.paths[index], num_nodes) for index in nodes]
                 self.record.put_layers(outputs, places, key_columns)
-            if greedy is not None:
-                return self.emit_tokens({index: greedy[index][node] for index, node in nodes.items()})
             steps = {index: self._batch[index].root_step + len(walk.paths[index]) for index in nodes}
+            if choices is not None:
+                tokens = self._made_before(choices, nodes, steps)
+                if tokens is not None:
+                    return self.emit_tokens(tokens)
             return self.emit(_logits_at(logits, nodes), steps)
 
         return choose
 
     def _chooses_at_once(self, device: torch.device) -> bool:
-        """Whether to choose for all nodes in one transfer to the host. On a CPU, the argmax is the larger cost."""
-        return self.is_plain_greedy and device.type != "cpu"
+        """Whether to choose for all nodes in one transfer to the host. On a CPU, this is the larger cost."""
+        if not transfers.makes_host_wait(device):
+            return False
+        needs_only_logits = self._do_sample and self._all_prefix_free and not self.record.keeps_logits
+        return self.is_plain_greedy or (needs_only_logits and not self.asks_of_pads)
+
+    def _made_before(
+        self, choices: NodeChoices, nodes: dict[int, int], steps: dict[int, int]
+    ) -> dict[int, int] | None:
+        """Return the tokens that were chosen behind some nodes; `None` if they must be chosen anew."""
+        tokens = choices.behind(nodes)
+        if tokens is None or not choices.hold(self.noise, steps, self._batch.steps):
+            return None
+        if self.noise is not None and self._commits_next(steps):
+            self._reject_pads()
+            if not self.noise.claim():
+                return None
+        return tokens
 
     def _place(self, index: int, path: list[int], num_nodes: int) -> Place:
         sequence = self._batch[index]
@@ -348,5 +399,5 @@ def _logits_at(logits: torch.Tensor, nodes: dict[int, int]) -> torch.Tensor:
     """Return the logits (B, V) at each sequence's node, from those (B, N, V) at all nodes; by default at the root."""
     if logits.shape[0] == 1:
         return logits[:, nodes[0]]
-    at = torch.tensor([nodes.get(index, 0) for index in range(logits.shape[0])], device=logits.device)
+    at = transfers.upload([nodes.get(index, 0) for index in range(logits.shape[0])], logits.device)
     return logits[torch.arange(logits.shape[0], device=logits.device), at]

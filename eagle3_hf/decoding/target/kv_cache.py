@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 )
 
 from ..output.outputs import KeyColumns
+from ..transfers import upload
 from .static_cache import RoomyLayer, give_back_room, make_room
 
 
@@ -64,15 +65,26 @@ class _Moves:
         self._slots = [[slot for _, slot in own] for own in moves]
         self._indices: dict[tuple[torch.device, int, bool], torch.Tensor] = {}
 
-    def apply(self, states: torch.Tensor, offset: int) -> None:
-        """Move the entries of `states` (B, heads, slots, head_dim), whose first slot is `offset`."""
+    def apply(self, layers: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Move the entries of all layers.
+
+        Args:
+            layers: States (B, heads, slots, head_dim), and their first slot.
+        """
         if not self._count:
             return
-        source = self._index(states.device, offset, is_source=True)
         if self._is_shared:  # the slots of a single path follow one another, so that they need no index
-            moved = states.index_select(2, source[0])
-            states.narrow(2, self._slots[0][0] - offset, self._count).copy_(moved)
+            first = self._slots[0][0]
+            moved = [
+                states.index_select(2, self._index(states.device, at, is_source=True)[0]) for states, at in layers
+            ]
+            torch._foreach_copy_([states.narrow(2, first - at, self._count) for states, at in layers], moved)
             return
+        for states, offset in layers:
+            self._scatter(states, offset)
+
+    def _scatter(self, states: torch.Tensor, offset: int) -> None:
+        source = self._index(states.device, offset, is_source=True)
         slot = self._index(states.device, offset, is_source=False)
         shape = (-1, states.shape[1], -1, states.shape[3])
         source, slot = (index[:, None, :, None].expand(shape) for index in (source, slot))
@@ -83,7 +95,8 @@ class _Moves:
         key = device, offset, is_source
         if key not in self._indices:
             slots = self._sources if is_source else self._slots
-            self._indices[key] = torch.tensor(slots, device=device) - offset
+            places = upload([slot - offset for own in slots for slot in own], device)
+            self._indices[key] = places.view(len(slots), self._count)
         return self._indices[key]
 
 
@@ -230,6 +243,7 @@ def keep_paths(
     end = max(cache_lens) + num_nodes
     moves = _Moves(cache_lens, paths)
     _wait_for_copies(cache)
+    held: list[tuple[Any, int]] = []
     for layer in _layers(cache):
         if type(layer) not in (*_KNOWN, *_EMPTY):
             raise ValueError(f"cannot keep a path of the tree: {supported(cache)}")
@@ -241,9 +255,9 @@ def keep_paths(
                 f"the cache holds {_slots_held(layer)} entries, but {max(cache_lens)} committed ones and {num_nodes} "
                 f"tree nodes make {end}; call `keep_paths` once after each verification forward"
             )
-        offset = 0 if is_static else end - layer.keys.shape[2]
-        moves.apply(layer.keys, offset)
-        moves.apply(layer.values, offset)
+        held.append((layer, 0 if is_static else end - layer.keys.shape[2]))
+    moves.apply([(states, offset) for layer, offset in held for states in (layer.keys, layer.values)])
+    for layer, _ in held:
         _drop_last(layer, end - max(new_lens))
         if isinstance(layer, _TreeWindowLayer):
             _forget_unseen(layer, needed_from)

@@ -17,6 +17,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ...model.grouped_attention import grouped_attention
 from ..output.outputs import KeyColumns
 from ..sequence import Batch
+from ..transfers import upload
 from ..tree import DraftTree
 from . import kv_cache
 from .capability import TREE, Capability, VerifyMode
@@ -28,6 +29,7 @@ from .tree_attention import maskable_attention, tree_attention
 
 # The most accepted tokens that a restored cache may lack. They are fed with every chain until all of one is accepted.
 _MOST_FED_AGAIN = 16
+_FREE_SLOTS = 64  # columns of positions and masks that are made ahead
 # Renamed in transformers 5.24, in forward, in model kwargs and in outputs alike.
 CACHE_KEY = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 # In earlier versions of transformers, any cache may be the user's.
@@ -71,6 +73,10 @@ class TargetRun:
         self._new_tokens = 0  # the call's largest number of new tokens
         self._config = config
         self._kwargs = model_kwargs
+        # Positions behind the prefill, and the prompt's mask with ones behind it: made ahead, and sliced each round.
+        self._positions: torch.Tensor | None = None
+        self._open_mask: torch.Tensor | None = None
+        self._prompt_columns = 0
         self._snapshot: Snapshot | None = None  # of the cache with `_cached` slots
         self._cached = 0  # less than `cache_len` while a restored cache lacks accepted tokens
         self._prepared: list[Cache] = []  # caches to be restored by `finish`
@@ -163,13 +169,12 @@ class TargetRun:
         if self.capability.mode is not VerifyMode.TREE:
             return self._verify_chain(tree.tokens, committed)
         tokens = tree.tokens.to(committed.device)
-        kwargs = self._tree_kwargs(tree.depths)
+        ends = None if self._batch.is_aligned else upload(self._batch.cache_lens, committed.device)
+        kwargs = self._tree_kwargs(tree.depths, ends)
         ids = torch.cat([committed, tokens], dim=1)
         if tokens.shape[1] == 1 and self._batch.is_aligned:
             return self._forward(ids, 1, kwargs)
-        past: int | torch.Tensor = self._batch.longest
-        if not self._batch.is_aligned:
-            past = torch.tensor(self._batch.cache_lens, device=tree.tokens.device)
+        past = self._batch.longest if ends is None else ends.to(tree.tokens.device)
         with maskable_attention(self.target), tree_attention(tree.ancestors, tree.depths, past) as active:
             outputs = self._forward(ids, tokens.shape[1], kwargs)
         if not active.used:
@@ -299,25 +304,25 @@ class TargetRun:
         self.forgets = int(used.get_seq_length()) < self._batch.longest + num_nodes
         self._prepare(used)
 
-    def _tree_kwargs(self, depths: torch.Tensor) -> dict[str, Any]:
+    def _tree_kwargs(self, depths: torch.Tensor, ends: torch.Tensor | None = None) -> dict[str, Any]:
         """Return the model kwargs of a verification, with positions, masks and token types of the nodes.
 
         Args:
             depths: (B, N) depths of the nodes.
+            ends: (B,) the `cache_len` of each sequence if they differ, else `None`.
         """
         kwargs, num_nodes = dict(self._kwargs), depths.shape[1]
-        roots, device = self._root_positions, self._root_positions.device
-        ahead = torch.tensor([[sequence.root_step] for sequence in self._batch], device=device, dtype=roots.dtype)
+        roots, since = self._root_positions, self._positions_since(self._batch.new_slots + 1)
         # Positions of the past are needed by a model that runs the whole text again.
-        since = roots + torch.arange(self._batch.new_slots, device=device, dtype=roots.dtype)
-        nodes = roots + ahead + depths.to(device, roots.dtype)
+        since, root = since[..., :-1], since[..., -1:]
+        if ends is not None:
+            root = roots + (ends.to(roots.device, roots.dtype) - self._first_len)[:, None]
         if kwargs.get("position_ids") is not None:
+            nodes = root + depths.to(roots.device, roots.dtype)
             kwargs["position_ids"] = torch.cat([kwargs["position_ids"][..., :-1], since, nodes], dim=-1)
         mask = kwargs.get("attention_mask")
-        if mask is not None:
-            kwargs["attention_mask"] = self._mask(mask, num_nodes)
-        elif not self._batch.is_aligned:
-            kwargs["attention_mask"] = self._mask(self._full_mask(device), num_nodes)
+        if mask is not None or ends is not None:
+            kwargs["attention_mask"] = self._mask(mask, num_nodes, ends)
         grown = self._batch.new_slots + num_nodes - 1
         for name in ("token_type_ids", "mm_token_type_ids"):
             types = kwargs.get(name)
@@ -328,15 +333,44 @@ class TargetRun:
                 kwargs[name] = torch.cat([types, more], dim=-1)
         return kwargs
 
-    def _full_mask(self, device: torch.device) -> torch.Tensor:
-        return torch.ones(len(self._batch), self._first_len + 1, dtype=torch.int64, device=device)
+    def _positions_since(self, count: int) -> torch.Tensor:
+        """Return (..., B, count) positions of the tokens behind the prefill, of sequences as long as the longest."""
+        if self._positions is None or self._positions.shape[-1] < count:
+            roots = self._root_positions
+            self._positions = roots + torch.arange(2 * count + _FREE_SLOTS, device=roots.device, dtype=roots.dtype)
+        return self._positions[..., :count]
 
-    def _mask(self, mask: torch.Tensor, num_nodes: int) -> torch.Tensor:
-        """Return the mask (B, slots + nodes), which hides the slots between the end of a sequence and the nodes."""
-        slots = torch.arange(self._first_len, self._batch.longest, device=mask.device)
-        own = slots < torch.tensor(self._batch.cache_lens, device=mask.device)[:, None]
-        nodes = mask.new_ones(mask.shape[0], num_nodes)
-        return torch.cat([mask[:, : mask.shape[1] - 1], own.to(mask.dtype), nodes], dim=-1)
+    def _mask(self, given: torch.Tensor | None, num_nodes: int, ends: torch.Tensor | None) -> torch.Tensor:
+        """Return the mask (B, slots + nodes), which hides the slots between the end of a sequence and the nodes.
+
+        Args:
+            given: The mask that the call has had since the prefill; `None` for all ones.
+            num_nodes: N.
+            ends: See [`_tree_kwargs`].
+        """
+        since = self._batch.longest - self._first_len
+        if self._open_mask is None or self._open_mask.shape[1] - self._prompt_columns < since + num_nodes:
+            self._open_mask = self._new_mask(given, 2 * (since + num_nodes) + _FREE_SLOTS)
+        width = self._prompt_columns + since + num_nodes
+        if ends is None:
+            return self._open_mask[:, :width].contiguous()
+        mask, slots = (
+            self._open_mask,
+            torch.arange(self._first_len, self._batch.longest, device=self._open_mask.device),
+        )
+        own = slots < ends.to(mask.device)[:, None]
+        prompt, nodes = mask[:, : self._prompt_columns], mask[:, width - num_nodes : width]
+        return torch.cat([prompt, own.to(mask.dtype), nodes], dim=-1)
+
+    def _new_mask(self, given: torch.Tensor | None, free: int) -> torch.Tensor:
+        """Return the mask of the prompt with `free` columns of ones behind it."""
+        if given is None:
+            self._prompt_columns = self._first_len
+            ones = (len(self._batch), self._first_len + free)
+            return torch.ones(ones, dtype=torch.int64, device=self._root_positions.device)
+        self._prompt_columns = given.shape[1] - 1
+        prompt = given[:, : self._prompt_columns]
+        return torch.cat([prompt, prompt.new_ones(len(prompt), free)], dim=1)
 
 
 def _is_brought(cache: Cache) -> bool:
