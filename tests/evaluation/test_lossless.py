@@ -1,5 +1,6 @@
 """The check finds planted bugs, each where it is told apart from others, and raises no false alarm."""
 
+import copy
 from functools import cached_property
 
 import pytest
@@ -213,6 +214,18 @@ def test_no_false_alarm(family):
     assert report.accepted > 500
     assert len(report.near_ties) <= 1, str(report)
     assert {result.detail for result in report.cases if result.kind not in (EQUAL, NEAR_TIE)} == set()
+
+
+@pytest.mark.parametrize("plant", [None, wrong_position, features_of_another_node])
+def test_in_half_precision(plant, target, monkeypatch):
+    """Rounding is larger there, and bugs are larger still."""
+    target = copy.deepcopy(target).bfloat16()
+    draft = new_draft(target_of("llama"), half=True).bfloat16()
+    if plant is not None:
+        plant(monkeypatch)
+    chosen = cases("greedy") if plant else cases("greedy", "sampled, temperature 0.6, top-k, top-p")
+    report = check_lossless(target, draft, PROMPTS[:1], max_new_tokens=12, cases=chosen)
+    assert bool(report.bugs) == (plant is not None), str(report)
 
 
 def test_without_a_head(target):

@@ -20,6 +20,8 @@ EQUAL, NEAR_TIE, BUG = "equal", "near-tie", "bug"
 
 # Logits may differ by so many times what was measured as rounding, since a maximum over few steps is a low estimate.
 _SLACK = 4.0
+# The distance of two logits may differ by fewer: the largest difference of all logits is far above the usual one.
+_SLACK_OF_MARGIN = 1.5
 # But by no more than so many bounds of a near-tie: a target whose two ways differ by more is not merely rounding.
 _LARGEST = 16.0
 
@@ -59,9 +61,16 @@ class Rounding:
     dtype: torch.dtype
 
     def bound(self, values: torch.Tensor) -> float:
-        """Return by how much two logits of a step may differ, of which `values` (V,) are all."""
+        """Return by how much a logit of a step may differ between two calls; `values` (V,) are those of the step."""
+        return self._bound(values, _SLACK)
+
+    def margin(self, values: torch.Tensor) -> float:
+        """Return the largest distance of two logits of a step whose order rounding may change."""
+        return self._bound(values, _SLACK_OF_MARGIN)
+
+    def _bound(self, values: torch.Tensor, slack: float) -> float:
         least = near_tie_bound(values, self.dtype)
-        return min(max(least, _SLACK * self.measured), _LARGEST * least)
+        return min(max(least, slack * self.measured), _LARGEST * least)
 
 
 @torch.no_grad()
@@ -188,7 +197,7 @@ def _of_choice(
     values = scores if noise is None else scores - noise[step][index].log()
     margin = float(values[theirs] - values[mine])
     enlarged = max(1.0, _largest(scores.abs()) / max(_largest(raw.abs()), 1e-9))
-    bound = 2 * enlarged * rounding.bound(raw)
+    bound = enlarged * rounding.margin(raw)
     detail = f"new token {step}{_which(index, plain)}: {theirs} became {mine}"
     if step < len(assisted.scores):
         own = assisted.scores[step][index]
