@@ -105,9 +105,11 @@ class Sequence:
         """End the sequence with the token of `step`, unless it has ended before. Tokens behind the end are removed."""
         if self.finished_before(step + 1):
             return
+        is_chosen = len(self.token_ids) > step + 1  # the token behind the end, by what plain decoding reads there
         self.finished_at = step
         self._forget_pads()
         if self._pads_after_end:
+            self.pads_chosen = step + 2 if is_chosen else 0
             self._take_back(step + 1)
             self._ids.end(self.index, self._prompt_length + step + 1)
 

@@ -212,6 +212,17 @@ def test_random_calls(pytestconfig, tokenizer):
     assert_varied(make_calls(range(first, first + number), tokenizer), number)
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        305,  # a sequence was ahead when a stop string ended it, one step before the other reached its last: no end
+        311,  # processors made NaN of a row that is not in use, and the next one would not have it
+    ],
+)
+def test_calls_that_once_failed(tokenizer, seed):
+    assert make_calls([seed], tokenizer)["equal"] == 1
+
+
 @pytest.mark.slow
 def test_many_random_calls(tokenizer):
     assert_varied(make_calls(range(1000, 1300), tokenizer), 300)

@@ -9,7 +9,7 @@ moves the generator, the tokens behind the step are rewound.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -268,11 +268,27 @@ class TokenEmitter:
             return raw
         lengths = set(steps.values())
         if self._all_prefix_free or len(lengths) == 1:
-            return self._processors(self._batch.ids_until(max(lengths)), raw)
+            return self._run_processors(max(lengths), raw, steps)
         scores = torch.empty_like(raw)
         for length in sorted(lengths):
             equal = [index for index, step in steps.items() if step == length]
-            scores[equal] = self._processors(self._batch.ids_until(length), raw.clone())[equal]
+            scores[equal] = self._run_processors(length, raw.clone(), equal)[equal]
+        return scores
+
+    def _run_processors(self, length: int, scores: torch.Tensor, used: Collection[int]) -> torch.Tensor:
+        """Return the scores (B, V) of one call of each processor.
+
+        What becomes of sequences that are not `used` is ignored, but a processor may reject the whole batch for what
+        the ones before made of them. So their scores are set to 0 in between.
+        """
+        ids = self._batch.ids_until(length)
+        if len(used) == len(self._batch):
+            return self._processors(ids, scores)
+        unused = torch.ones(len(self._batch), 1, dtype=torch.bool)
+        unused[list(used)] = False
+        unused = unused.to(scores.device, non_blocking=True)
+        for processor in self._processors:
+            scores = processor(ids, scores).masked_fill(unused, 0.0)
         return scores
 
     def _chosen(self, scores: torch.Tensor, steps: dict[int, int]) -> dict[int, int]:
