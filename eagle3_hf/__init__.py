@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoConfig, AutoModel
 
 from .acceptance import SpeculationStats, simulated_acceptance_length
+from .decoding.attachments import Attachment, attach, detach
 from .decoding.draft.candidate import Eagle3Candidate
 from .decoding.patching import disable, enable, enabled
 from .decoding.tree import DraftTree
@@ -94,6 +95,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attachment",
     "BenchResult",
     "Comparison",
     "DraftTree",
@@ -117,12 +119,14 @@ __all__ = [
     "TargetWriter",
     "TaskResult",
     "WritingSettings",
+    "attach",
     "bench",
     "cached_draft_vocab",
     "check_tokenizer",
     "compare",
     "default_layer_ids",
     "describe_head",
+    "detach",
     "disable",
     "dropped_chats",
     "enable",
