@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .placement import load_target
+from .placement import load_target, load_tokenizer
 from .values import check_output_folder, path, place
 
 
@@ -31,7 +31,7 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
         help="costs of a round in a replay: cpu, gpu-eager, gpu-graphs, or a JSON file (default: cpu)",
     )
     group.add_argument(
-        "--count-ops",
+        "--count_ops",
         action="store_true",
         help="count aten ops and host transfers of a round of each --tree by phase, on the first question",
     )
@@ -52,7 +52,7 @@ def without_clock(arguments: argparse.Namespace, load_head: Callable[[str, Any],
     """
     given = [name for name in ("record", "replay", "count_ops", "round_cost") if getattr(arguments, name)]
     if len(given) > 1:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        names = " and ".join(f"--{name}" for name in given)
         raise ValueError(f"{names} exclude each other: give one of them")
     if arguments.replay is None and arguments.head is None:
         raise ValueError("MODEL and HEAD are missing: only --replay does without them")
@@ -122,7 +122,6 @@ def _prepared(
 ) -> tuple[Any, Any, list[tuple[str, Any]], dict[str, Any]]:
     """Return target, head, task and ids (1, P) of each question's first turn, and the arguments of `generate`."""
     import torch
-    from transformers import AutoTokenizer
 
     from ..evaluation.bench import number_of_questions
     from ..evaluation.prompts import load_questions
@@ -131,14 +130,14 @@ def _prepared(
 
     temperature = _single("--temperature", arguments.temperature)
     options: dict[str, Any] = {"do_sample": temperature > 0}
-    options["max_new_tokens"] = _single("--max-new-tokens", arguments.max_new_tokens)
+    options["max_new_tokens"] = _single("--max_new_tokens", arguments.max_new_tokens)
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0}
     number = number_of_questions(arguments.prompts, arguments.questions)
     questions = load_questions(arguments.prompts, number, arguments.seed)
     target = load_target(arguments)
     draft = load_head(arguments.head, target)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = load_tokenizer(arguments)
     check_tokenizer(draft.config, tokenizer)
     print(f"target {arguments.model} on {place_in_words(target)}; head {arguments.head} on {place_in_words(draft)}")
     prompts = []
@@ -146,7 +145,7 @@ def _prepared(
         messages = [] if question.system is None else [{"role": "system", "content": question.system}]
         messages.append({"role": "user", "content": question.turns[0]})
         encoded: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, **(arguments.template_kwargs or {})
+            messages, add_generation_prompt=True, return_dict=True, **(arguments.chat_template_kwargs or {})
         )
         prompts.append((question.task, torch.tensor([encoded["input_ids"]], device=target.device)))
     return target, draft, prompts, options

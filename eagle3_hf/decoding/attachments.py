@@ -169,7 +169,7 @@ def without_attachment(target: Any) -> Iterator[None]:
         _plain.targets = before
 
 
-def _generating(target: Any) -> GenerationMixin:
+def _generating(target: Any) -> Any:
     """Return the model of transformers in a target, which may be compiled or wrapped (by PEFT, DDP, accelerate).
 
     Raises:
