@@ -51,8 +51,8 @@ class Parser(argparse.ArgumentParser):
 
     def _positionals_as_options(self) -> None:
         positionals = [action for action in self._actions if not action.option_strings]
-        if not positionals:
-            return
+        if not positionals or any(action.nargs not in (None, "?") for action in positionals):
+            return  # how many words a place takes would not be clear
         places = []
         names = [str(action.metavar or action.dest) for action in positionals]
         shown = [name if action.required else f"[{name}]" for name, action in zip(names, positionals, strict=True)]
@@ -66,7 +66,8 @@ class Parser(argparse.ArgumentParser):
                 place: argparse.Action = argparse.Action([], action.dest)
                 self.set_defaults(**{action.dest: None})
             else:
-                place = group.add_argument(option, metavar=name, type=action.type, help=action.help)
+                place = group.add_argument(option, metavar=name, help=action.help)
+            place.choices, place.default = action.choices, action.default
             place.metavar, place.type, place.required = name, action.type, False
             place.is_needed = action.required  # type: ignore[attr-defined] # argparse would ask for the option
             places.append(place)
@@ -139,8 +140,7 @@ class Parser(argparse.ArgumentParser):
         ]
         if missing:
             self.error(f"the following arguments are required: {', '.join(missing)}")
-        spent = words[: len(free)]
-        return [word for word in unknown if word not in spent]
+        return [*words[len(free) :], *(word for word in unknown if word not in words)]
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2. The hints name misspelt options, since argparse reports a missing option first."""
