@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoConfig, AutoModel
 
 from .acceptance import SpeculationStats, simulated_acceptance_length
+from .decoding.attachments import Attachment, attach, detach
 from .decoding.draft.candidate import Eagle3Candidate
 from .decoding.patching import disable, enable, enabled
 from .decoding.tree import DraftTree
@@ -108,6 +109,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attachment",
     "BenchResult",
     "Comparison",
     "Diagnosis",
@@ -138,6 +140,7 @@ __all__ = [
     "TracedRound",
     "WritingSettings",
     "assert_lossless",
+    "attach",
     "bench",
     "cached_draft_vocab",
     "check_lossless",
@@ -145,6 +148,7 @@ __all__ = [
     "compare",
     "default_layer_ids",
     "describe_head",
+    "detach",
     "diagnose",
     "disable",
     "dropped_chats",

@@ -6,7 +6,21 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, chat, check, convert, datagen, diagnose, features, inspect, show_mask, trace, train
+from .commands import (
+    bench,
+    chat,
+    check,
+    convert,
+    datagen,
+    diagnose,
+    env,
+    features,
+    inspect,
+    serve,
+    show_mask,
+    trace,
+    train,
+)
 from .commands.errors import in_words
 from .commands.hub import stay_offline_where_unreachable
 from .commands.models import check_targets
@@ -14,7 +28,21 @@ from .commands.parser import Parser
 from .utils.logging import info_shown
 
 
-_COMMANDS = (datagen, show_mask, features, train, bench, check, diagnose, trace, chat, inspect, convert)
+_COMMANDS = (
+    datagen,
+    show_mask,
+    features,
+    train,
+    bench,
+    check,
+    diagnose,
+    trace,
+    chat,
+    inspect,
+    convert,
+    serve,
+    env,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,10 +96,20 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--traceback", action="store_true", help="show the traceback of an error, not only its message"
     )
+    parser.add_argument("--version", action="version", version=f"eagle3-hf {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add(commands)
+    for command_parser in commands.choices.values():
+        if command_parser.prefix_chars == "-":  # the others hand their words to another parser
+            command_parser.make_uniform()
     return parser
+
+
+def _version() -> str:
+    from . import __version__
+
+    return __version__
 
 
 if __name__ == "__main__":

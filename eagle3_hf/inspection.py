@@ -75,6 +75,24 @@ class Inspection:
         lent = {"embedding": not config.own_embeddings, "output layer": not config.own_lm_head}
         return {part: size for part, is_lent in lent.items() if is_lent}
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON can hold."""
+        return {
+            "head": self.path,
+            "format": self.described.format_name,
+            "parameters": self.own_parameters,
+            "dtype": str(self.config.dtype).removeprefix("torch."),
+            "borrows": self.borrowed,
+            "target_layer_ids": self.config.target_layer_ids,
+            "fields": _shown_fields(self.config),
+            "notes": self.described.notes,
+            "not_read": self.described.dropped,
+            "ignored_keys": self.described.ignored,
+            "target": self.target_name,
+            "target_layers": self.target_layers,
+            "problems": self.problems,
+        }
+
     def __str__(self) -> str:
         sections = [_summary(self), *_reading(self), "", *_listed("fields", _fields(self.config))]
         sections += _listed("notes", self.described.notes) + _listed("not read", self.described.dropped)
@@ -235,8 +253,12 @@ def _reading(found: Inspection) -> list[str]:
 
 
 def _fields(config: Eagle3DraftConfig) -> list[str]:
+    return [f"{name} = {value}" for name, value in _shown_fields(config).items()]
+
+
+def _shown_fields(config: Eagle3DraftConfig) -> dict[str, Any]:
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_SHOWN and value is not None}
-    return [f"{name} = {value}" for name, value in sorted(fields.items())]
+    return dict(sorted(fields.items()))
 
 
 def _listed(title: str, lines: list[str]) -> list[str]:

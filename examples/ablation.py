@@ -1,6 +1,6 @@
 """The paper's ablation at a small scale: the effect of training-time test and of fused features on tau.
 
-    python examples/ablation.py --target HuggingFaceTB/SmolLM2-135M-Instruct --chats chats.jsonl --max-steps 600
+    python examples/ablation.py --target HuggingFaceTB/SmolLM2-135M-Instruct --chats chats.jsonl --max_steps 600
 
 The script trains four heads from the same seed, on the same chats in the same order, and decodes the same held-out
 prompts with each. The target should have written `chats.jsonl` (`eagle3-hf datagen`). Tau is the mean acceptance
@@ -24,6 +24,7 @@ from eagle3_hf import (
     own_device,
     prepare_dataset,
 )
+from eagle3_hf.commands.parser import Parser
 
 
 # EAGLE and EAGLE-2 weight the token loss with 0.1 and the regression with 1.
@@ -37,19 +38,19 @@ HEADS: list[tuple[str, bool, dict[str, Any]]] = [  # name, only the top feature,
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True, help="folder or Hub id of the target")
     parser.add_argument("--chats", required=True, help="JSONL of `messages`, preferably written by the target")
     parser.add_argument("--workdir", type=Path, default=Path("runs/ablation"), help="folder for the heads")
-    parser.add_argument("--draft-vocab-size", type=int, default=8192)
-    parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--held-out", type=int, default=64, help="chats to measure on, excluded from training")
+    parser.add_argument("--draft_vocab_size", type=int, default=8192)
+    parser.add_argument("--max_length", type=int, default=512)
+    parser.add_argument("--held_out", type=int, default=64, help="chats to measure on, excluded from training")
     parser.add_argument("--prompts", type=int, default=16, help="number of held-out chats to decode")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--max-steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--ttt-steps", type=int, default=5, help="steps of the heads with training-time test")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--new_tokens", type=int, default=128)
+    parser.add_argument("--max_steps", type=int, default=600)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--ttt_steps", type=int, default=5, help="steps of the heads with training-time test")
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

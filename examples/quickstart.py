@@ -6,7 +6,6 @@ The script loads the demo target (or `--target FOLDER_OR_HUB_ID`) and the demo h
 prompts with and without it in turn. Accepted tokens are printed in colour.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from transformers.utils import logging
 
 from eagle3_hf import Eagle3DraftModel, TaskResult, check_tokenizer, compare
 from eagle3_hf.commands.errors import in_words
+from eagle3_hf.commands.parser import Parser
 from eagle3_hf.commands.placement import add_placement, load_target
 from eagle3_hf.evaluation.compare import encode
 from eagle3_hf.utils.devices import place_in_words
@@ -68,11 +68,11 @@ class ColouredStreamer(BaseStreamer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", dest="model", help="folder or Hub id of the target (default: the demo target)")
     parser.add_argument("--head", default=str(HEAD), help="folder or Hub id of the draft head")
     add_placement(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="length of the answers (default: 128)")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="length of the answers (default: 128)")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
 

@@ -12,8 +12,8 @@ work=${WORK:-runs/llama33-70b}
 mkdir -p "$work"
 eagle3_hf=(python -m eagle3_hf.cli)
 
-"${eagle3_hf[@]}" datagen "$target" "$work/chats.jsonl" --prompts "$prompts" --max-new-tokens "${NEW_TOKENS:-1024}" \
-    ${SERVER:+--server "$SERVER"} --device-map "${DEVICE_MAP:-auto}"
+"${eagle3_hf[@]}" datagen "$target" "$work/chats.jsonl" --prompts "$prompts" --max_new_tokens "${NEW_TOKENS:-1024}" \
+    ${SERVER:+--server "$SERVER"} --device_map "${DEVICE_MAP:-auto}"
 if [ -n "${SERVER:-}" ] && [ -t 0 ]; then
     read -rp "The answers are written. Stop the server, its GPUs are needed now, and press Enter. "
 fi

@@ -18,8 +18,8 @@ if [ "$gpus" -gt 1 ]; then
 fi
 
 # The target itself answers the prompts: a head should be trained on its output, not on another model's.
-"${launch[@]}" datagen "$target" "$work/chats.jsonl" --prompts "$prompts" --max-new-tokens "${NEW_TOKENS:-1024}" \
-    --batch-size "${BATCH:-64}"
+"${launch[@]}" datagen "$target" "$work/chats.jsonl" --prompts "$prompts" --max_new_tokens "${NEW_TOKENS:-1024}" \
+    --batch_size "${BATCH:-64}"
 "${launch[@]}" train "$here/configs/llama31_8b.yaml" --target "$target" --train_data "$work/chats.jsonl" \
     --output_dir "$work/head" "$@"
 "${eagle3_hf[@]}" convert "$work/head" "$work/vllm" --to vllm --target "$target" --dtype bfloat16 --overwrite

@@ -24,25 +24,26 @@ from eagle3_hf import (
     synthesize,
     write_features,
 )
+from eagle3_hf.commands.parser import Parser
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", help="folder or Hub id of the target (default: the demo target)")
     parser.add_argument("--chats", type=Path, help="JSONL of `messages` written by the target")
-    parser.add_argument("--num-chats", type=int, default=2000, help="chats to write when --chats is not given")
+    parser.add_argument("--num_chats", type=int, default=2000, help="chats to write when --chats is not given")
     parser.add_argument(
         "--workdir", type=Path, default=Path("runs/smollm2"), help="folder for features and checkpoints"
     )
     parser.add_argument("--output", type=Path, help="folder of the finished head (default: WORKDIR/head)")
-    parser.add_argument("--draft-vocab-size", type=int, default=8192)
-    parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--held-out", type=int, default=128, help="chats to evaluate on, not trained on")
+    parser.add_argument("--draft_vocab_size", type=int, default=8192)
+    parser.add_argument("--max_length", type=int, default=512)
+    parser.add_argument("--held_out", type=int, default=128, help="chats to evaluate on, not trained on")
     parser.add_argument("--epochs", type=float, default=3)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--ttt-steps", type=int, default=4)
-    parser.add_argument("--position-share", type=float, default=0.33)
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--ttt_steps", type=int, default=4)
+    parser.add_argument("--position_share", type=float, default=0.33)
     return parser.parse_args()
 
 

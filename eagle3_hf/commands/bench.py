@@ -9,7 +9,7 @@ from typing import Any
 from .files import check_result_files, require_matplotlib
 from .heads import load_head
 from .help import Defaults
-from .placement import add_placement, load_target
+from .placement import add_placement, load_target, load_tokenizer
 from .replaying import REPLAY_OPTIONS, add_replay_options, without_clock
 from .values import amount, check_output_folder, count, json_object, not_negative, path, place
 
@@ -24,8 +24,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "bench",
         help="measure speed-up and acceptance of a head, or the cost of a round",
         description="Answer questions with ordinary decoding, prompt lookup and the head in turn, and print a table "
-        "with 95%% intervals. Answers are kept on disk as they come: Ctrl-C prints what there is, and the same "
-        "command resumes. With --round-cost, measure the median time of single rounds.",
+        "with 95% intervals. Answers are kept on disk as they come: Ctrl-C prints what there is, and the same "
+        "command resumes. With --round_cost, measure the median time of single rounds.",
         formatter_class=Defaults,
     )
     parser.add_argument("model", metavar="MODEL", type=place, nargs="?", help="target: a local folder or a Hub id")
@@ -49,7 +49,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="number of questions of each task; 0 for all (default: 10, and 2 of each kind of the built-in ones)",
     )
     asked.add_argument(
-        "--template-kwargs",
+        "--chat_template_kwargs",
         type=json_object,
         help='variables for the chat template, as JSON: {"enable_thinking": false}',
     )
@@ -62,7 +62,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         default=[],
         type=place,
         metavar="[NAME=]HEAD",
-        help="another head; repeat for several",
+        help="HEAD, or another head; repeat for several",
     )
     columns.add_argument(
         "--tree",
@@ -78,7 +78,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="any decoding settings: fields of the head's generation config or arguments of `generate`; head=NAME "
         "chooses the head, tree=15/4/4 a tree; repeat for several",
     )
-    columns.add_argument("--no-prompt-lookup", action="store_true", help="leave out transformers' prompt lookup")
+    columns.add_argument("--no_prompt_lookup", action="store_true", help="leave out transformers' prompt lookup")
     lists = parser.add_argument_group("settings, each of which may be a list")
     lists.add_argument(
         "--temperature",
@@ -88,10 +88,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="0 for greedy decoding; otherwise all columns sample from the same seeds (default: 0)",
     )
     lists.add_argument(
-        "--batch-size", type=count, nargs="+", default=[1], help="questions answered at once (default: 1)"
+        "--batch_size", type=count, nargs="+", default=[1], help="questions answered at once (default: 1)"
     )
     lists.add_argument(
-        "--max-new-tokens", type=count, nargs="+", default=[128], help="length of the answers (default: 128)"
+        "--max_new_tokens", type=count, nargs="+", default=[128], help="length of the answers (default: 128)"
     )
     results = parser.add_argument_group("results")
     results.add_argument(
@@ -104,7 +104,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     for name in ("json", "csv", "html"):
         results.add_argument(f"--{name}", type=path, metavar="FILE", help=f"write the results as {name.upper()} too")
     parser.add_argument(
-        "--round-cost", action="store_true", help="measure a round of each --tree against a step of ordinary decoding"
+        "--round_cost", action="store_true", help="measure a round of each --tree against a step of ordinary decoding"
     )
     add_replay_options(parser)
     add_placement(parser)
@@ -113,7 +113,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from ..evaluation.bench import benchmark_columns, number_of_questions
@@ -125,6 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
         parse_tree(tree)
     for column in arguments.column:
         column_fields(column)
+    if arguments.head is None and arguments.more_heads:  # by option alone
+        arguments.head = arguments.more_heads.pop(0)
     arguments.resumes = not (arguments.record or arguments.replay or arguments.count_ops or arguments.round_cost)
     if (status := without_clock(arguments, load_head)) is not None:
         return status
@@ -138,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     target = load_target(arguments)
     heads = {name: load_head(where, target) for name, where in names.items()}
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = load_tokenizer(arguments)
     columns = benchmark_columns(heads, arguments.tree, arguments.column, not arguments.no_prompt_lookup)
     output = arguments.output or _default_output(arguments)
     if arguments.restart:
@@ -154,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         batch_sizes=arguments.batch_size,
         max_new_tokens=arguments.max_new_tokens,
         seed=arguments.seed,
-        template_kwargs=arguments.template_kwargs,
+        template_kwargs=arguments.chat_template_kwargs,
     )
     _print_start(arguments, benchmark, names, output)
     try:
@@ -232,7 +233,19 @@ def _names_of_heads(arguments: argparse.Namespace) -> dict[str, str]:
 
 def _default_output(arguments: argparse.Namespace) -> Path:
     """Return a file that is named after the options which change the figures, so that only the same ones share it."""
-    apart = ("run", "resumes", "traceback", "command", "output", "restart", "json", "csv", "html", "round_cost")
+    apart = (
+        "run",
+        "resumes",
+        "traceback",
+        "command",
+        "config",
+        "output",
+        "restart",
+        "json",
+        "csv",
+        "html",
+        "round_cost",
+    )
     options = {name: value for name, value in vars(arguments).items() if name not in (*apart, *REPLAY_OPTIONS)}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return Path(_FOLDER) / f"{Path(arguments.model).name}-{Path(arguments.head).name}-{digest}.jsonl"

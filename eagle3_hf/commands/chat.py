@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from .help import Defaults
-from .placement import add_placement, load_target
+from .placement import add_placement, load_target, load_tokenizer
 from .settings import add_settings, fields
 from .values import amount, count, json_object, not_negative, place, positive
 
@@ -33,17 +33,17 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "head", metavar="HEAD", type=place, help="draft head: a local folder or a Hub id, or `lookup` for none"
     )
     parser.add_argument("--system", help="system prompt")
-    parser.add_argument("--max-new-tokens", type=count, default=512, help="greatest length of an answer")
+    parser.add_argument("--max_new_tokens", type=count, default=512, help="greatest length of an answer")
     parser.add_argument(
         "--temperature", type=not_negative, default=0.0, help="0 for greedy decoding; otherwise answers are sampled"
     )
-    parser.add_argument("--top-p", type=positive, help="in sampling, keep the likeliest tokens of this probability")
+    parser.add_argument("--top_p", type=positive, help="in sampling, keep the likeliest tokens of this probability")
     parser.add_argument("--seed", type=amount, default=0, help="of the first sampled answer")
     parser.add_argument("--tree", help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto")
-    parser.add_argument("--no-lookup", action="store_true", help="draft with the head alone")
-    parser.add_argument("--no-color", action="store_true", help="no colours (as with NO_COLOR in the environment)")
+    parser.add_argument("--no_lookup", action="store_true", help="draft with the head alone")
+    parser.add_argument("--no_color", action="store_true", help="no colours (as with NO_COLOR in the environment)")
     parser.add_argument(
-        "--template-kwargs",
+        "--chat_template_kwargs",
         type=json_object,
         help='variables for the chat template, as JSON: {"enable_thinking": false}',
     )
@@ -54,7 +54,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from ..evaluation.columns import parse_tree
@@ -66,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     tree = parse_tree(arguments.tree) if arguments.tree else {}
     if arguments.top_p is not None and (arguments.top_p > 1 or not arguments.temperature):
         raise ValueError(f"--top-p {arguments.top_p:g}: expected a number of at most 1, and a --temperature above 0")
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = load_tokenizer(arguments)
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {arguments.model} has no chat template: it is not a target to chat with")
     logging.disable_progress_bar()
@@ -162,7 +161,7 @@ class _Chat:
             add_generation_prompt=True,
             return_dict=True,
             return_tensors="pt",
-            **(self._arguments.template_kwargs or {}),
+            **(self._arguments.chat_template_kwargs or {}),
         ).to(self._target.device)
         torch.manual_seed(self._arguments.seed + self._answers)
         self._answers += 1

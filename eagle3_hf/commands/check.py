@@ -5,7 +5,7 @@ from typing import Any
 
 from .heads import load_head
 from .help import Defaults
-from .placement import add_placement, load_target
+from .placement import add_placement, load_target, load_tokenizer
 from .values import amount, count, place
 
 
@@ -33,7 +33,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "questions)",
     )
     parser.add_argument("--questions", type=count, default=3, help="number of prompts")
-    parser.add_argument("--max-new-tokens", type=count, default=32, help="the greatest length of a text")
+    parser.add_argument("--max_new_tokens", type=count, default=32, help="the greatest length of a text")
     parser.add_argument("--seed", type=amount, default=0, help="of sampling, and of the choice of prompts")
     parser.add_argument("--verbose", action="store_true", help="print every comparison, not only what differs")
     add_placement(parser)
@@ -70,12 +70,10 @@ def _prompts(arguments: argparse.Namespace, draft: Any) -> list[list[int]] | Non
     """Return the ids of the prompts; `None` for random ones."""
     if arguments.prompts == "random":
         return None
-    from transformers import AutoTokenizer
-
     from ..evaluation.prompts import across_tasks, first_turn_ids, load_questions
     from ..model.vocab import check_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = load_tokenizer(arguments)
     if hasattr(draft.config, "target_vocab_hash"):
         check_tokenizer(draft.config, tokenizer)
     questions = across_tasks(load_questions(arguments.prompts, None, arguments.seed), arguments.questions)

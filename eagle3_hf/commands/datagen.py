@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .help import say_next
-from .placement import add_placement, load_target
+from .placement import add_placement, load_target, load_tokenizer
 from .values import amount, check_output_folder, count, json_object, path, place, positive, read_lines, share
 
 
@@ -27,7 +27,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "datagen",
         help="let a target write training chats, or answer a dataset's prompts",
         description="Let a target answer the prompts of a dataset (--prompts), in this process, in several under "
-        "`accelerate launch`, or on a server (--server); or let it write user turns too (--num-chats). An interrupted "
+        "`accelerate launch`, or on a server (--server); or let it write user turns too (--num_chats). An interrupted "
         "run resumes when it is started again.",
     )
     parser.add_argument(
@@ -35,18 +35,18 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("output", metavar="OUTPUT", type=path, help="JSONL file that is created or continued")
     parser.add_argument(
-        "--batch-size", type=count, default=32, help="number of chats that are written at once (default: 32)"
+        "--batch_size", type=count, default=32, help="number of chats that are written at once (default: 32)"
     )
     parser.add_argument(
-        "--max-new-tokens", type=count, default=224, help="tokens of the longest answer (default: 224)"
+        "--max_new_tokens", type=count, default=224, help="tokens of the longest answer (default: 224)"
     )
     parser.add_argument(
         "--temperature", type=positive, default=1.0, help="temperature of answers that are not greedy (default: 1)"
     )
-    parser.add_argument("--greedy-share", type=share, default=0.5, help="share of greedy answers (default: 0.5)")
+    parser.add_argument("--greedy_share", type=share, default=0.5, help="share of greedy answers (default: 0.5)")
     parser.add_argument("--seed", type=amount, default=0, help="seed of all random choices (default: 0)")
     parser.add_argument(
-        "--template-kwargs",
+        "--chat_template_kwargs",
         type=json_object,
         help='variables for the chat template, as JSON: {"enable_thinking": false}',
     )
@@ -58,10 +58,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _add_own_chats(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-chats", type=count, help="number of chats that the file has at the end")
+    group.add_argument("--num_chats", type=count, help="number of chats that the file has at the end")
     group.add_argument("--seeds", type=path, help="text file with the beginning of a user turn on each line")
-    group.add_argument("--max-user-tokens", type=count, help="tokens of the longest user turn (default: 96)")
-    group.add_argument("--top-p", type=share, help="top_p of user turns (default: 0.95)")
+    group.add_argument("--max_user_tokens", type=count, help="tokens of the longest user turn (default: 96)")
+    group.add_argument("--top_p", type=share, help="top_p of user turns (default: 0.95)")
 
 
 def _add_prompts(group: argparse._ArgumentGroup) -> None:
@@ -78,19 +78,19 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
         metavar="URL",
         help="ask a server with OpenAI's chat API (vLLM, SGLang), with the key in OPENAI_API_KEY if it requires one",
     )
-    group.add_argument("--model-name", help="name of the target on the server (default: MODEL)")
+    group.add_argument("--model_name", help="name of the target on the server (default: MODEL)")
     group.add_argument(
         "--concurrency", type=count, help="number of chats that are sent to the server at once (default: 32)"
     )
     group.add_argument("--timeout", type=positive, help="seconds to wait for an answer (default: 600)")
-    group.add_argument("--request-extra", type=json_object, help='fields of every request, as JSON: {"top_k": -1}')
+    group.add_argument("--request_extra", type=json_object, help='fields of every request, as JSON: {"top_k": -1}')
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     if (arguments.prompts is None) == (arguments.num_chats is None):
-        raise ValueError("pass either --prompts (answer a dataset) or --num-chats (write chats)")
-    job, unused = ("--num-chats", _FOR_PROMPTS) if arguments.prompts is None else ("--prompts", _FOR_OWN_CHATS)
+        raise ValueError("pass either --prompts (answer a dataset) or --num_chats (write chats)")
+    job, unused = ("--num_chats", _FOR_PROMPTS) if arguments.prompts is None else ("--prompts", _FOR_OWN_CHATS)
     _reject(arguments, unused, f"with {job}")
     if arguments.server is None:
         _reject(arguments, _FOR_SERVERS, "without --server")
@@ -117,7 +117,7 @@ def _in_all(output: Path) -> str:
 def _reject(arguments: argparse.Namespace, options: Sequence[str], where: str) -> None:
     given = [name for name in options if getattr(arguments, name) is not None]
     if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        flags = ", ".join(f"--{name}" for name in given)
         raise ValueError(f"{flags}: no meaning {where}")
 
 
@@ -127,7 +127,7 @@ def _write_chats(arguments: argparse.Namespace) -> int:
     if arguments.seeds and not any(line.strip() for line in seeds):
         raise ValueError(f"{arguments.seeds} is empty: write the beginning of a user turn on each line")
     if _part()[1] > 1:
-        raise ValueError("--num-chats runs in one process only; several can share --prompts")
+        raise ValueError("--num_chats runs in one process only; several can share --prompts")
 
     from ..training.datagen.synthesis import synthesize
 
@@ -144,7 +144,7 @@ def _write_chats(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         greedy_share=arguments.greedy_share,
         seed=arguments.seed,
-        template_kwargs=arguments.template_kwargs,
+        template_kwargs=arguments.chat_template_kwargs,
         progress=not arguments.quiet,
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -165,7 +165,7 @@ def _answer_prompts(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         greedy_share=arguments.greedy_share,
         seed=arguments.seed,
-        template_kwargs=arguments.template_kwargs,
+        template_kwargs=arguments.chat_template_kwargs,
         request_extra=arguments.request_extra,
     )
     regeneration = Regeneration(
@@ -199,11 +199,9 @@ def _writer(arguments: argparse.Namespace, settings: "WritingSettings") -> "Writ
 
 
 def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
-
     from ..utils.devices import place_in_words
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = load_tokenizer(arguments)
     target = load_target(arguments)
     print(f"{arguments.model} runs on {place_in_words(target)}", flush=True)
     return target, tokenizer

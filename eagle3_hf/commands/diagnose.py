@@ -7,7 +7,7 @@ from typing import Any
 
 from .files import check_result_files, require_matplotlib
 from .help import Defaults
-from .placement import add_placement, load_target
+from .placement import add_placement, load_target, load_tokenizer
 from .settings import add_settings, fields
 from .values import amount, count, json_object, not_negative, path, place
 
@@ -35,13 +35,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     chats.add_argument("--split", help="split of the data")
     chats.add_argument("--chats", type=amount, default=24, help="number of chats of each task; 0 for all")
-    chats.add_argument("--max-length", type=count, default=1024, help="tokens kept of each chat")
+    chats.add_argument("--max_length", type=count, default=1024, help="tokens kept of each chat")
     chats.add_argument(
-        "--own-answers", action="store_true", help="let the target answer first, and diagnose on its own answers"
+        "--own_answers", action="store_true", help="let the target answer first, and diagnose on its own answers"
     )
-    chats.add_argument("--max-new-tokens", type=count, default=128, help="length of its own answers")
+    chats.add_argument("--max_new_tokens", type=count, default=128, help="length of its own answers")
     chats.add_argument(
-        "--template-kwargs",
+        "--chat_template_kwargs",
         type=json_object,
         help='variables for the chat template, as JSON: {"enable_thinking": false}',
     )
@@ -56,7 +56,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         default=[0.0, 0.5, 1.0],
         help="temperatures of acceptance in sampling (default: 0 0.5 1)",
     )
-    what.add_argument("--no-sweep", action="store_true", help="do not try other layer ids and rope bases")
+    what.add_argument("--no_sweep", action="store_true", help="do not try other layer ids and rope bases")
     results = parser.add_argument_group("results")
     for name in ("json", "html"):
         results.add_argument(f"--{name}", type=path, metavar="FILE", help=f"write the results as {name.upper()} too")
@@ -67,7 +67,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from .. import Eagle3DraftModel
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         target,
         draft,
         data,
-        AutoTokenizer.from_pretrained(arguments.model),
+        load_tokenizer(arguments),
         chats=arguments.chats or None,
         max_length=arguments.max_length,
         answers="own" if arguments.own_answers else "given",
@@ -96,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         depth=arguments.depth,
         temperatures=arguments.temperature,
         sweep=not arguments.no_sweep,
-        template_kwargs=arguments.template_kwargs,
+        template_kwargs=arguments.chat_template_kwargs,
         seed=arguments.seed,
         progress=True,
     )

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def add_encoding(parser: argparse.ArgumentParser) -> None:
-    """Add the options `--max-length`, `--last-turn-only`, `--mask-reasoning` and `--template-kwargs`."""
-    parser.add_argument("--max-length", type=count, default=2048, help="tokens kept of each chat")
-    parser.add_argument("--last-turn-only", action="store_true", help="learn from the last answer of a chat only")
-    parser.add_argument("--mask-reasoning", action="store_true", help="do not learn thoughts")
+    """Add the options `--max_length`, `--last_turn_only`, `--mask_reasoning` and `--chat_template_kwargs`."""
+    parser.add_argument("--max_length", type=count, default=2048, help="tokens kept of each chat")
+    parser.add_argument("--last_turn_only", action="store_true", help="learn from the last answer of a chat only")
+    parser.add_argument("--mask_reasoning", action="store_true", help="do not learn thoughts")
     parser.add_argument(
-        "--template-kwargs",
+        "--chat_template_kwargs",
         type=json_object,
         help='variables for the chat template, as JSON: {"enable_thinking": false}',
     )
@@ -28,7 +28,7 @@ def encoding_options(arguments: argparse.Namespace) -> "EncodingOptions":
 
     return EncodingOptions(
         max_length=arguments.max_length,
-        template_kwargs=arguments.template_kwargs,
+        template_kwargs=arguments.chat_template_kwargs,
         last_turn_only=arguments.last_turn_only,
         mask_reasoning=arguments.mask_reasoning,
     )

@@ -6,7 +6,7 @@ import shutil
 
 from .encoding import add_encoding, encoding_options
 from .help import Defaults, say_next
-from .placement import add_placement, load_target
+from .placement import add_placement, load_target, load_tokenizer, source_options
 from .values import amount, check_output_folder, count, path, place
 
 
@@ -28,24 +28,24 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--split", help="split of DATA")
     add_encoding(parser)
     parser.add_argument(
-        "--layer-ids", type=amount, nargs="+", help="indices of hidden_states to store (default: those of a new head)"
+        "--layer_ids", type=amount, nargs="+", help="indices of hidden_states to store (default: those of a new head)"
     )
     parser.add_argument(
-        "--store-dtype",
+        "--store_dtype",
         default="bfloat16",
         choices=["float32", "bfloat16", "float16", "fp8"],
         help="data type of the stored features",
     )
-    parser.add_argument("--batch-tokens", type=count, default=8192, help="tokens of a forward pass, with padding")
+    parser.add_argument("--batch_tokens", type=count, default=8192, help="tokens of a forward pass, with padding")
     parser.add_argument(
-        "--shard-size", type=count, default=256, help="chats in a file; an interrupted run loses at most one file"
+        "--shard_size", type=count, default=256, help="chats in a file; an interrupted run loses at most one file"
     )
     parser.add_argument(
         "--part", type=_part, help="I/N: write every N-th file, beginning with file I (default: by RANK)"
     )
     add_placement(parser)
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the size without loading weights or storing features"
+        "--dry_run", action="store_true", help="print the size without loading weights or storing features"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=run, resumes=True)
@@ -61,7 +61,6 @@ def _part(text: str) -> tuple[int, int]:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     import torch
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from ..training.data.encoding import prepare_chats
@@ -72,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_output_folder(arguments.output)
     part = arguments.part or (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
     chats = load_chats(arguments.data, split=arguments.split)
-    examples = prepare_chats(chats, AutoTokenizer.from_pretrained(arguments.model), encoding_options(arguments))
+    examples = prepare_chats(chats, load_tokenizer(arguments), encoding_options(arguments))
     dtype = torch.float8_e4m3fn if arguments.store_dtype == "fp8" else getattr(torch, arguments.store_dtype)
     layer_ids = _layer_ids(arguments)
     if part[0] == 0:
@@ -105,7 +104,7 @@ def _layer_ids(arguments: argparse.Namespace) -> list[int]:
     from ..model.target_check import default_layer_ids
     from ..model.target_modules import num_blocks
 
-    text = AutoConfig.from_pretrained(arguments.model).get_text_config()
+    text = AutoConfig.from_pretrained(arguments.model, **source_options(arguments)).get_text_config()
     return sorted(arguments.layer_ids) if arguments.layer_ids else default_layer_ids(num_blocks(text))
 
 
@@ -116,7 +115,7 @@ def _size(examples, arguments: argparse.Namespace, layer_ids: list[int], dtype) 
     from ..training.targets.feature_store import projected_bytes
 
     tokens = sum(token_lengths(examples))
-    width = AutoConfig.from_pretrained(arguments.model).get_text_config().hidden_size
+    width = AutoConfig.from_pretrained(arguments.model, **source_options(arguments)).get_text_config().hidden_size
     size = projected_bytes(tokens, width, len(layer_ids), dtype)
     place = next(folder for folder in (arguments.output, *arguments.output.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ..utils.devices import is_slow
+
 
 def load_head(where: str, target: Any) -> Any:
     """Return the draft of a name for a target: a head, a new one for `random`, or one without weights for `lookup`."""
@@ -17,4 +19,6 @@ def load_head(where: str, target: Any) -> Any:
         draft = Eagle3DraftModel.from_target(target, draft_vocab=ids, dtype=target.dtype)
         draft.init_weights()
         return draft
-    return Eagle3DraftModel.from_pretrained(where).to(target.device)
+    draft = Eagle3DraftModel.from_pretrained(where).to(target.device)
+    # A head is saved in half precision, but a CPU without instructions for that computes many times more slowly.
+    return draft.to(target.dtype) if is_slow(draft) and not is_slow(target) else draft

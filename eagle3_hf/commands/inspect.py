@@ -1,6 +1,7 @@
 """`eagle3-hf inspect`: reports what a head is, without loading weights."""
 
 import argparse
+import json
 
 from .settings import add_settings, fields
 from .values import place
@@ -18,6 +19,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--target", type=place, help="target: a local folder or a Hub id, of which only the config is read"
     )
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     add_settings(parser)
     parser.set_defaults(run=run, resumes=False)
 
@@ -27,5 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
     from ..inspection import inspect_head
 
     found = inspect_head(arguments.head, arguments.target, **fields(arguments.set))
-    print(found)
+    print(json.dumps(found.as_dict(), indent=1, ensure_ascii=False) if arguments.json else found)
     return 1 if found.problems else 0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import check_result_files, require_matplotlib
-from .placement import load_target
+from .placement import load_target, load_tokenizer
 from .values import check_output_folder, path, place
 
 
@@ -39,7 +39,7 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
         "with --html",
     )
     group.add_argument(
-        "--count-ops",
+        "--count_ops",
         action="store_true",
         help="count aten ops and host transfers of a round of each --tree by phase, on the first question",
     )
@@ -60,7 +60,7 @@ def without_clock(arguments: argparse.Namespace, load_head: Callable[[str, Any],
     """
     given = [name for name in ("record", "replay", "count_ops", "round_cost") if getattr(arguments, name)]
     if len(given) > 1:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        names = " and ".join(f"--{name}" for name in given)
         raise ValueError(f"{names} exclude each other: give one of them")
     if arguments.replay is None and arguments.head is None:
         raise ValueError("MODEL and HEAD are missing: only --replay does without them")
@@ -157,7 +157,6 @@ def _prepared(
 ) -> tuple[Any, Any, list[tuple[str, Any]], dict[str, Any]]:
     """Return target, head, task and ids (1, P) of each question's first turn, and the arguments of `generate`."""
     import torch
-    from transformers import AutoTokenizer
 
     from ..evaluation.bench import number_of_questions
     from ..evaluation.prompts import first_turn_ids, load_questions
@@ -166,19 +165,19 @@ def _prepared(
 
     temperature = _single("--temperature", arguments.temperature)
     options: dict[str, Any] = {"do_sample": temperature > 0}
-    options["max_new_tokens"] = _single("--max-new-tokens", arguments.max_new_tokens)
+    options["max_new_tokens"] = _single("--max_new_tokens", arguments.max_new_tokens)
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0}
     number = number_of_questions(arguments.prompts, arguments.questions)
     questions = load_questions(arguments.prompts, number, arguments.seed)
     target = load_target(arguments)
     draft = load_head(arguments.head, target)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = load_tokenizer(arguments)
     check_tokenizer(draft.config, tokenizer)
     print(f"target {arguments.model} on {place_in_words(target)}; head {arguments.head} on {place_in_words(draft)}")
     prompts = []
     for question in questions:
-        ids = first_turn_ids(tokenizer, question, **(arguments.template_kwargs or {}))
+        ids = first_turn_ids(tokenizer, question, **(arguments.chat_template_kwargs or {}))
         prompts.append((question.task, torch.tensor([ids], device=target.device)))
     return target, draft, prompts, options
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .encoding import add_encoding, encoding_options
 from .help import Defaults, say_next
+from .placement import add_source, load_tokenizer
 from .values import amount, count, place
 
 
@@ -29,21 +30,20 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("data", metavar="DATASET", type=place, help="file, folder, or Hub id (name:split[:1000])")
     parser.add_argument("--split", help="split of DATASET")
-    parser.add_argument("--num-chats", type=count, default=2, help="number of chats to show")
+    parser.add_argument("--num_chats", type=count, default=2, help="number of chats to show")
     parser.add_argument("--first", type=amount, default=0, help="index of the first chat to show")
     parser.add_argument("--empty", action="store_true", help="show only chats with nothing to learn")
     add_encoding(parser)
+    add_source(parser)
     parser.set_defaults(run=run, resumes=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from transformers import AutoTokenizer
-
     from ..training.data.encoding import MaskSummary, dropped_chats, encode_dataset
     from ..training.data.sources import load_chats
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = load_tokenizer(arguments)
     chats = load_chats(arguments.data, split=arguments.split)
     encoded = encode_dataset(chats, tokenizer, encoding_options(arguments))
     numbers = _numbers(encoded, arguments)
@@ -65,7 +65,7 @@ def _same(arguments: argparse.Namespace) -> list[str]:
     given = {
         "train_split": arguments.split,
         "max_length": None if arguments.max_length == 2048 else arguments.max_length,
-        "chat_template_kwargs": arguments.template_kwargs and json.dumps(arguments.template_kwargs),
+        "chat_template_kwargs": arguments.chat_template_kwargs and json.dumps(arguments.chat_template_kwargs),
     }
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     return words + [f"--{name}" for name in ("last_turn_only", "mask_reasoning") if getattr(arguments, name)]

@@ -5,7 +5,7 @@ from typing import Any
 
 from .heads import load_head
 from .help import Defaults
-from .placement import add_placement, load_target
+from .placement import add_placement, load_target, load_tokenizer
 from .values import amount, check_output_folder, count, not_negative, path, place, words
 
 
@@ -31,11 +31,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--prompt", type=words, help="a question, asked as the first turn of a chat (default: a built-in one)"
     )
     asked.add_argument("--text", type=words, help="a text to continue, without a chat template")
-    parser.add_argument("--max-new-tokens", type=count, default=128, help="length of the text")
+    parser.add_argument("--max_new_tokens", type=count, default=128, help="length of the text")
     parser.add_argument("--temperature", type=not_negative, default=0.0, help="0 for greedy decoding")
     parser.add_argument("--seed", type=amount, default=0, help="of sampling")
     parser.add_argument("--tree", help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto")
-    parser.add_argument("--no-lookup", action="store_true", help="let the head draft alone")
+    parser.add_argument("--no_lookup", action="store_true", help="let the head draft alone")
     add_placement(parser)
     parser.set_defaults(run=run, resumes=False)
 
@@ -43,7 +43,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     import torch
-    from transformers import AutoTokenizer
 
     from ..evaluation.columns import parse_tree
     from ..evaluation.trace import trace
@@ -58,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     draft = load_head(arguments.head, target)
     for name, value in tree.items():
         setattr(draft.generation_config, name, value)
-    tokenizer: Any = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer: Any = load_tokenizer(arguments)
     print(f"target {arguments.model} on {place_in_words(target)}")
     if arguments.head != "lookup":
         print(f"head {arguments.head} on {place_in_words(draft)}")

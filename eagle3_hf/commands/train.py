@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import json
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any
 
 from ..utils.devices import own_device
 from ..utils.logging import follow_transformers
+from .config_file import read_options
 from .help import OneSpelling, say_next
 from .hub import stay_offline_where_unreachable
 from .models import check_targets
 from .parser import Parser
 from .placement import device, device_map, dtype
-from .values import amount, check_output_folder, count, json_or_file, not_negative, place, positive, read_lines, share
+from .values import amount, check_output_folder, count, json_or_file, nonempty, not_negative, place, positive, share
 
 
 # The options of TrainingArguments that `--help` shows; `--help_all` shows all of them.
@@ -49,6 +49,7 @@ _OFTEN = [
 _TYPES: dict[str, Callable[[str], Any]] = {
     "dtype": dtype,
     "device_map": device_map,
+    "revision": nonempty,
     **dict.fromkeys(("accelerator_config", "deepspeed", "fsdp_config"), json_or_file),
     **dict.fromkeys(("target", "head", "target_adapter", "train_data", "eval_data", "output_dir"), place),
     **dict.fromkeys(("held_out", "tau_prompts", "lora_r", "loss_chunk", "seed"), amount),
@@ -120,7 +121,7 @@ def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
     parser: Any = TrainParser(
         kinds,
         prog="eagle3-hf train",
-        usage="%(prog)s [CONFIG.yaml | CONFIG.json] [OPTIONS]",
+        usage="%(prog)s [[--config] CONFIG.yaml | CONFIG.json] [OPTIONS]",
         description="Train an EAGLE-3 head. The options are those of TrainingArguments and the ones below. A file "
         "sets them under the same names, and options of the command line override it. The same command resumes an "
         "interrupted run. --no_NAME switches off what is on by default.",
@@ -134,16 +135,30 @@ def parse(words: Sequence[str]) -> tuple[Any, Any, Any]:
         default=argparse.SUPPRESS,
         help="Device to train on: cpu, or the accelerator of this process (the default if there is one).",
     )
+    parser._option_string_actions["--model"] = parser._option_string_actions["--target"]
     _read_as(parser, _TYPES)
     options = list(words)
     if "--help_all" in options:
         parser.print_help()
         raise SystemExit(0)
     _shorten_help(parser, TrainingArguments.__dataclass_fields__)
-    if options and not options[0].startswith("-"):
-        options[:0] = _set_defaults(parser, options.pop(0))
+    if (file := _config_file(options)) is not None:
+        options[:0] = _set_defaults(parser, file)
     model, data, args = parser.parse_args_into_dataclasses(options, look_for_args_file=False)
     return model, data, args
+
+
+def _config_file(options: list[str]) -> str | None:
+    """Take the name of a file of options out of the words: the first one without hyphens, or that of `--config`."""
+    if options and not options[0].startswith("-"):
+        return options.pop(0)
+    for index, word in enumerate(options):
+        name, equals, value = word.partition("=")
+        if name == "--config" and (equals or options[index + 1 :]):
+            file = value if equals else options.pop(index + 1)
+            del options[index]
+            return file
+    return None
 
 
 def _read_as(parser: argparse.ArgumentParser, types: dict[str, Callable[[str], Any]]) -> None:
@@ -178,7 +193,9 @@ def _shorten_help(parser: argparse.ArgumentParser, inherited: Collection[str]) -
 
 def _set_defaults(parser: argparse.ArgumentParser, path: str) -> list[str]:
     """Set defaults from a file, and return the words of its `device`, an option that has no field."""
-    values = _read(Path(path))
+    values = read_options(path)
+    if "model" in values:
+        values["target"] = values.pop("model")
     words = ["--device", str(values.pop("device"))] if "device" in values else []
     names = {action.dest for action in parser._actions}
     for name in values:
@@ -193,20 +210,3 @@ def _set_defaults(parser: argparse.ArgumentParser, path: str) -> list[str]:
             # Texts and numbers are read like those of a command line; YAML takes 1e-5 for a text.
             action.default = str(value) if type(value) in (int, float) else value
     return words
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: there is no such file; options begin with --")
-    import yaml
-
-    text = "\n".join(read_lines(path))
-    try:
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is not valid {path.suffix[1:] or 'yaml'}: {' '.join(str(error).split())}") from None
-    if values is None:
-        raise ValueError(f"{path} is empty: expected options, such as target: NAME")
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected options by name, found a {type(values).__name__}")
-    return values

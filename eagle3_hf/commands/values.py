@@ -94,6 +94,13 @@ def words(text: str) -> str:
     return text
 
 
+def nonempty(text: str) -> str:
+    """Return a name, which must not be empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty")
+    return text
+
+
 def path(text: str) -> Path:
     """Parse the name of a file or folder; it must not be empty."""
     if not text.strip():

@@ -1,7 +1,9 @@
-"""Finding the draft head in an `assistant_model`, and rejecting objects that cannot be an assistant."""
+"""Finding the draft in an `assistant_model`, loading it from its name, and rejecting what cannot be an assistant."""
 
 import os
+import threading
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -9,6 +11,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ..model.lookup_draft import LookupDraft
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..published_formats import is_head_config
+from ..utils.logging import get_logger
+
+
+logger = get_logger(__name__)
+
+# target -> name -> the head that was loaded for it
+_loaded: WeakKeyDictionary[Any, dict[str, Eagle3DraftModel]] = WeakKeyDictionary()
+_loading = threading.Lock()
 
 
 def as_draft(assistant: Any) -> Eagle3DraftModel | LookupDraft | None:
@@ -23,6 +33,32 @@ def as_draft(assistant: Any) -> Eagle3DraftModel | LookupDraft | None:
         else:
             assistant = getattr(assistant, "_orig_mod", getattr(assistant, "module", None))
     return None
+
+
+def load_draft(name: str | os.PathLike, target: Any) -> Eagle3DraftModel:
+    """Load the head that a call names, to the target's device. It is kept for further calls while the target exists.
+
+    Args:
+        name: A local folder or a Hub id.
+        target: The model whose `generate` was called.
+
+    Raises:
+        ValueError: no head can be loaded. The message says how to pass an ordinary assistant.
+    """
+    name = os.fspath(name)
+    with _loading:
+        heads = _loaded.setdefault(target, {})
+        if name not in heads:
+            try:
+                heads[name] = Eagle3DraftModel.from_pretrained(name).to(target.device)
+            except (ValueError, OSError) as error:
+                reason = " ".join(str(error).split()).rstrip(".")
+                raise ValueError(
+                    f"assistant_model={name!r} is not a draft head that can be loaded: {reason}. An ordinary "
+                    f"assistant must be a loaded model: assistant_model=AutoModelForCausalLM.from_pretrained({name!r})"
+                ) from error
+            logger.info(f"The draft head {name} has been loaded, and is kept while its target exists.")
+        return heads[name]
 
 
 def reject_no_model(assistant: Any) -> None:

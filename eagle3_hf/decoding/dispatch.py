@@ -1,5 +1,6 @@
 """The choice of a decoding loop: with trees, with chains, or plain decoding if the target can verify neither."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..acceptance import SpeculationStats
 from ..model.lookup_draft import LookupDraft
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..utils.logging import get_logger
+from .attachments import Attachment, without_attachment
 from .loop import SpeculativeDecoding
 from .target.capability import VerifyMode
 from .target.capability_probe import capability_of
@@ -18,10 +20,14 @@ from .target.recurrent_cache import require_restorable
 from .target.runner import CACHE_KEY
 from .target.static_cache import has_shortened_windows
 from .target.training_mode import check_training_mode
-from .validation import call_settings
+from .unsupported_call import UnsupportedCall
+from .validation import call_settings, check_options
 
 
 logger = get_logger(__name__)
+
+# Arguments that `generate` hands to a decoding method beside those of the forward, where it has been given them.
+_NOT_FOR_FORWARD = ("inputs_tensor", "tokenizer")
 
 
 def decode(
@@ -40,7 +46,70 @@ def decode(
     """Decode in place of transformers' assisted decoding, with the same arguments and the same result.
 
     Raises:
-        ValueError: the cache cannot be rolled back, or the target's forward is random in its present mode.
+        UnsupportedCall: the cache cannot be rolled back, or the target's forward is random in its present mode.
+    """
+    arguments = {
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+        "generation_config": generation_config,
+        "synced_gpus": synced_gpus,
+        "streamer": streamer,
+    }
+    speculation = _speculation(target, draft, input_ids, **arguments, model_kwargs=model_kwargs)
+    if speculation is None:
+        return _decode_plainly(target, draft, input_ids, **arguments, **model_kwargs)
+    _do_not_compile(generation_config)
+    return speculation.run()
+
+
+def decode_attached(target, attachment: Attachment, plainly: Callable, input_ids: torch.LongTensor, **arguments):
+    """Decode in place of ordinary decoding, with the same arguments and the same result.
+
+    Args:
+        target: The model whose `generate` was called.
+        attachment: The draft that is attached to it.
+        plainly: Ordinary decoding, for calls that the draft cannot serve.
+        input_ids: (B, T) the prompts.
+        arguments: The other arguments of ordinary decoding, by name.
+    """
+    try:
+        # Before anything runs, except for what a call that is rejected leaves as it was.
+        check_options(target, arguments["generation_config"], arguments)
+        speculation = _speculation(target, attachment.draft, input_ids, **_split(arguments))
+    except UnsupportedCall as error:
+        attachment.leave_out(error)
+        return plainly(target, input_ids, **arguments)
+    try:
+        if speculation is None:
+            return _decode_plainly(target, attachment.draft, input_ids, **arguments)
+        _do_not_compile(arguments["generation_config"])
+        return speculation.run()
+    finally:
+        attachment.served(attachment.draft.stats)
+
+
+def _split(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a decoding method with those of the model's forward in a dict of their own."""
+    own = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
+    model_kwargs = {name: value for name, value in arguments.items() if name not in (*own, *_NOT_FOR_FORWARD)}
+    return {**{name: arguments.get(name) for name in own}, "model_kwargs": model_kwargs}
+
+
+def _speculation(
+    target,
+    draft: Eagle3DraftModel | LookupDraft,
+    input_ids: torch.LongTensor,
+    logits_processor,
+    stopping_criteria,
+    generation_config: GenerationConfig,
+    synced_gpus: bool | None,
+    streamer,
+    model_kwargs: dict[str, Any],
+) -> SpeculativeDecoding | None:
+    """Return the loop for a call, or `None` if the target can only decode plainly, which a log line then says.
+
+    Raises:
+        UnsupportedCall: see `decode`.
     """
     cache = model_kwargs.get(CACHE_KEY)
     if generation_config.cache_implementation == "dynamic_full" and type(cache) is DynamicCache and not cache.layers:
@@ -50,31 +119,21 @@ def decode(
     if capability.mode is VerifyMode.PLAIN or _needs_its_own_windows(
         target, cache, input_ids, generation_config, model_kwargs
     ):
-        return _decode_plainly(
-            target,
-            draft,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
+        return None
     check_training_mode(target)
-    _do_not_compile(generation_config)
     settings = call_settings(target, draft, generation_config)
     if capability.mode is VerifyMode.CHAIN:
         # Not deeper with lookup: an unknown target has been tried with short chains.
         levels = None if settings.lookup_levels is None else 0
         settings = replace(settings, num_nodes=settings.depth, top_k=1, lookup_levels=levels)
     if capability.restores and generation_config.output_attentions:
-        raise ValueError(
+        raise UnsupportedCall(
+            "output_attentions",
             f"output_attentions=True with a draft head is not supported for {type(target).__name__}, whose recurrent "
-            "state is restored between forwards: leave it out"
+            "state is restored between forwards: leave it out",
         )
     (require_restorable if capability.restores else require_supported)(cache)
-    run = SpeculativeDecoding(
+    return SpeculativeDecoding(
         target,
         draft,
         input_ids,
@@ -85,9 +144,8 @@ def decode(
         model_kwargs,
         settings,
         capability,
-        synced_gpus,
+        bool(synced_gpus),
     )
-    return run.run()
 
 
 def _needs_its_own_windows(target, cache, input_ids, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
@@ -123,7 +181,8 @@ def _do_not_compile(config: GenerationConfig) -> None:
 def _decode_plainly(target, draft: Eagle3DraftModel | LookupDraft, input_ids: torch.LongTensor, **kwargs):
     """Run ordinary decoding, for targets that cannot verify drafts; the statistics then count no rounds."""
     draft.stats = SpeculationStats()  # set first: after an exception the statistics must not be those of another call
-    output = target._sample(input_ids, **kwargs)
+    with without_attachment(target):
+        output = target._sample(input_ids, **kwargs)
     if not isinstance(output, torch.Tensor):
         output.speculation = draft.stats
     return output

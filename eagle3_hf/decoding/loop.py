@@ -306,6 +306,7 @@ class SpeculativeDecoding:
             start_position=roots[0] - inputs.count,
             pad_token_id=int(inputs.tokens[0, -1]),
             coupled=coupled,
+            window=getattr(self.config, "assistant_window", None),
         )
         candidate.feed_later(inputs)
         return candidate

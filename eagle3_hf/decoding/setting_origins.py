@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from .unsupported_call import UnsupportedCall
+
 
 Origin = Literal["call", "passed", "target"]
 
@@ -54,7 +56,9 @@ def origin(target: PreTrainedModel, merged: GenerationConfig, name: str) -> Orig
     return "target" if own is not None else "call"
 
 
-def rejection(target: PreTrainedModel, merged: GenerationConfig, name: str, reason: str, instead: Any) -> ValueError:
+def rejection(
+    target: PreTrainedModel, merged: GenerationConfig, name: str, reason: str, instead: Any
+) -> UnsupportedCall:
     """Return the error for a field that cannot be honoured. It says where the field was set, and what to do there.
 
     Args:
@@ -69,15 +73,17 @@ def rejection(target: PreTrainedModel, merged: GenerationConfig, name: str, reas
     match origin(target, merged, name):
         case "call":
             way_out = "leave it out" if own in (None, instead) else keyword
-            return ValueError(f"{rejected}: {way_out}")
+            return UnsupportedCall(name, f"{rejected}: {way_out}")
         case "passed":
             also = "" if own in (None, instead) else f" (target.generation_config says {own!r} too)"
-            return ValueError(
+            return UnsupportedCall(
+                name,
                 f"{rejected}. It was set in the generation_config that was passed to this call{also}; pipelines of "
                 "earlier versions of transformers pass a copy of the target's, pipe.generation_config. Set it to "
-                f"{instead!r} there, or {keyword}"
+                f"{instead!r} there, or {keyword}",
             )
-    return ValueError(
+    return UnsupportedCall(
+        name,
         f"{rejected}. It was not passed to this call, but comes from the target's own generation config, which is "
-        f"saved with a model: set target.generation_config.{name} = {instead!r}, or {keyword}"
+        f"saved with a model: set target.generation_config.{name} = {instead!r}, or {keyword}",
     )

@@ -17,6 +17,7 @@ from ..model.tree_settings import TreeSettings, draft_window, tree_settings
 from ..model.vocab import check_tokenizer
 from ..utils.logging import get_logger
 from .setting_origins import origin, rejection
+from .unsupported_call import UnsupportedCall
 
 
 logger = get_logger(__name__)
@@ -41,6 +42,9 @@ _MEANINGLESS: dict[str, Any] = {
     "target_lookbehind": 10,
 }
 
+# Settings of ours that a call may override, as it may override transformers' own `num_assistant_tokens`.
+CALL_SETTINGS = ("assistant_tree_depth", "assistant_tree_top_k", "assistant_window", "assistant_lookup")
+
 _NEWEST_TESTED = (5, 24)
 
 # tokenizer -> the state in which it was last compared with a head
@@ -60,17 +64,18 @@ def check_call(
         mode_kwargs: Arguments of `generate` that only some decoding methods take.
 
     Raises:
-        ValueError: an argument cannot be honoured, or the head does not fit the target.
+        UnsupportedCall: an argument cannot be honoured.
+        ValueError: a setting of the draft has no meaning, or the head does not fit the target.
     """
     _warn_if_untested(transformers.__version__)
     if isinstance(draft, Eagle3DraftModel):
         draft._require_vocabulary("generate")
         _check_device(draft)
         draft.check_target(target)
-        draft_window(draft)
+        call_window(draft, config)
         _check_tokenizer(draft, mode_kwargs.get("tokenizer"))
-    _check_mode(target, mode, config)
-    _check_options(target, config, mode_kwargs)
+    check_mode(target, mode, config)
+    check_options(target, config, mode_kwargs)
     _check_number(target, draft, config)
 
 
@@ -112,17 +117,25 @@ def _check_tokenizer(draft: Eagle3DraftModel, tokenizer: Any) -> None:
         logger.warning(f"{error}. Output is unaffected, but fewer drafts may be accepted.")
 
 
-def _check_mode(target, mode, config: GenerationConfig) -> None:
+def check_mode(target, mode, config: GenerationConfig) -> None:
+    """Raise an `UnsupportedCall` for a decoding method in which a draft can have no part."""
     if config.num_beams and config.num_beams > 1:
         raise rejection(target, config, "num_beams", "with a draft head is not supported (one beam is)", 1)
     if mode != GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(f"generation mode {mode} with a draft head is not supported: use greedy decoding or sampling")
+        raise UnsupportedCall(
+            f"generation mode {mode}",
+            f"generation mode {mode} with a draft head is not supported: use greedy decoding or sampling",
+        )
     modes = getattr(target, "_supported_generation_modes", None)
     if modes is not None and mode not in modes:
-        raise ValueError(f"{type(target).__name__} only supports {modes}: generate without assistant_model")
+        raise UnsupportedCall(
+            f"generation mode {mode}",
+            f"{type(target).__name__} only supports {modes}: generate without assistant_model",
+        )
 
 
-def _check_options(target, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+def check_options(target, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+    """Raise an `UnsupportedCall` for an option that does not go with a draft."""
     if config.use_cache is False:
         reason = "with a draft head is not supported, since verification needs the cache"
         raise rejection(target, config, "use_cache", reason, True)
@@ -131,9 +144,10 @@ def _check_options(target, config: GenerationConfig, mode_kwargs: dict[str, Any]
         if value is not None and value != default:
             raise rejection(target, config, name, "has no meaning with a draft head", default)
     if mode_kwargs.get("assistant_tokenizer") is not None:
-        raise ValueError(
+        raise UnsupportedCall(
+            "assistant_tokenizer",
             "assistant_tokenizer has no meaning with a draft head, which drafts in the target's own tokens: leave it "
-            "out (a pipeline that demands it no longer does so after draft.bind(model))"
+            "out (a pipeline that demands it no longer does so after draft.bind(model))",
         )
     if config.cache_implementation == "quantized":
         reason = "with a draft head is not supported, since quantized entries cannot be rolled back"
@@ -144,16 +158,33 @@ def _check_number(target, draft: Eagle3DraftModel | LookupDraft, config: Generat
     try:
         call_settings(target, draft, config)
     except ValueError as error:
-        if config.num_assistant_tokens is None or origin(target, config, "num_assistant_tokens") == "call":
+        name = "num_assistant_tokens"
+        if name not in str(error) or config.num_assistant_tokens is None or origin(target, config, name) == "call":
             raise
-        raise rejection(target, config, "num_assistant_tokens", f"is rejected ({error})", None) from error
+        raise ValueError(rejection(target, config, name, f"is rejected ({error})", None)) from error
 
 
 def call_settings(target, draft: Eagle3DraftModel | LookupDraft, config: GenerationConfig) -> TreeSettings:
-    """Return the tree settings of a call: the head's own, with the call's `num_assistant_tokens` if it sets one."""
+    """Return the tree settings of a call: the draft's own, except for those that the call sets."""
     number = config.num_assistant_tokens
     number = None if number in (None, _DEFAULT_NUM_ASSISTANT_TOKENS) else number
-    settings = tree_settings(draft, target, number, getattr(config, "assistant_lookup", None))
+    depth, top_k, window, lookup = (getattr(config, name, None) for name in CALL_SETTINGS)
+    settings = tree_settings(draft, target, number, lookup, depth, top_k)
+    if isinstance(draft, LookupDraft) and window is not None:
+        raise ValueError(f"assistant_window={window!r} has no meaning with a LookupDraft, which has no cache: drop it")
     if isinstance(draft, LookupDraft) and settings.lookup_levels is None:
         raise ValueError("assistant_lookup=False leaves a LookupDraft nothing to draft: generate without it")
     return settings
+
+
+def call_window(draft: Eagle3DraftModel, config: GenerationConfig) -> int | None:
+    """Return how many positions the draft looks back in a call: the call's `assistant_window`, else the draft's."""
+    return draft_window(draft, getattr(config, "assistant_window", None))
+
+
+def reject_settings_without_draft(config: GenerationConfig) -> None:
+    """Reject settings of a draft in a call that has none, where they would have no effect."""
+    for name in CALL_SETTINGS:
+        value = getattr(config, name, None)
+        if value is not None:
+            raise ValueError(f"{name}={value!r} needs a draft as assistant_model: leave it out")

@@ -10,6 +10,7 @@ from time import perf_counter
 import torch
 
 from ..acceptance import SpeculationStats
+from ..decoding.attachments import without_attachment
 from .check import Difference, first_difference
 
 
@@ -93,11 +94,13 @@ def compare(target, draft, inputs: dict[str, torch.Tensor], seed: int = 0, strea
         streamer: Streamer for the assisted run.
         kwargs: Further arguments of `generate`.
     """
-    plain, _ = _timed(target, inputs, seed, None, **kwargs)
-    assisted, stats = _timed(target, inputs, seed, draft, streamer=streamer, **kwargs)
-    difference = None
-    if plain.tokens != assisted.tokens and not kwargs.get("do_sample"):
-        difference = first_difference(plain.tokens, assisted.tokens, _scores(target, inputs, **kwargs), target.dtype)
+    with without_attachment(target):
+        plain, _ = _timed(target, inputs, seed, None, **kwargs)
+        assisted, stats = _timed(target, inputs, seed, draft, streamer=streamer, **kwargs)
+        difference = None
+        if plain.tokens != assisted.tokens and not kwargs.get("do_sample"):
+            scores = _scores(target, inputs, **kwargs)
+            difference = first_difference(plain.tokens, assisted.tokens, scores, target.dtype)
     return Comparison(plain, assisted, stats, difference)
 
 

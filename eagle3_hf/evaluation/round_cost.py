@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..decoding.attachments import without_attachment
 from ..model.tree_settings import tree_settings
 
 
@@ -69,7 +70,8 @@ def round_cost(
     try:
         for _ in range(turns):
             clock = _RoundClock(rounds=False)
-            target.generate(**common, streamer=clock, max_new_tokens=each)
+            with without_attachment(target):
+                target.generate(**common, streamer=clock, max_new_tokens=each)
             gaps[0] += clock.gaps(each)
             for kind, tree in enumerate(trees, start=1):
                 draft.generation_config = copy.deepcopy(kept)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from ..decoding.attachments import without_attachment
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..model.vocab import check_tokenizer
 from ..utils.logging import get_logger
@@ -122,7 +123,8 @@ class Benchmark:
         """
         left = [each for each in self._plan if not self._is_complete(each)]
         device = self.target.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with without_attachment(self.target), forked:
             self._measure_all(left, progress)
         return self.result()
 

@@ -82,9 +82,14 @@ class TreeSettings:
         return replace(self, depth=depth, num_nodes=min(self.num_nodes, pool))
 
 
-def draft_window(draft: PreTrainedModel) -> int | None:
-    """How many positions the draft looks back, by its generation config; `None` for all."""
-    window = getattr(draft.generation_config, "assistant_window", None)
+def draft_window(draft: PreTrainedModel, window: int | None = None) -> int | None:
+    """How many positions the draft looks back; `None` for all.
+
+    Args:
+        draft: The draft.
+        window: A call's own value; without one, the draft's generation config decides.
+    """
+    window = getattr(draft.generation_config, "assistant_window", None) if window is None else window
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"assistant_window must be None or an int of at least 1, got {window!r}")
     return window
@@ -95,16 +100,17 @@ def tree_settings(
     target: PreTrainedModel,
     num_assistant_tokens: int | str | None = None,
     assistant_lookup: bool | None = None,
+    assistant_tree_depth: int | None = None,
+    assistant_tree_top_k: int | None = None,
 ) -> TreeSettings:
-    """The draft's own settings, with a call's number of nodes and lookup instead of its own when given.
+    """The draft's own settings, with those that a call sets in their place.
 
     Where the number of nodes is not set, or `"auto"`, the settings are the limits of what `sizing` chooses; limits
     that are not set either depend on the target's device. With deterministic algorithms no clock may decide, so that
     the size is fixed by the device then.
     """
-    given = given_tree(draft.generation_config)
-    if num_assistant_tokens is not None:
-        given["num_assistant_tokens"] = num_assistant_tokens
+    of_call = dict(zip(PAPER_TREE, (num_assistant_tokens, assistant_tree_depth, assistant_tree_top_k), strict=True))
+    given = given_tree(draft.generation_config) | {name: size for name, size in of_call.items() if size is not None}
     at_most = given.get("num_assistant_tokens", "auto") == "auto"
     if at_most:
         given.pop("num_assistant_tokens", None)

@@ -3,9 +3,9 @@
 import json
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainingArguments
+from transformers import BitsAndBytesConfig, TrainingArguments
 
 from ..model.configuration_eagle3 import FIELDS
 from ..ttt.settings import ATTENTIONS, LOSS_TYPES, TTTSettings
@@ -243,6 +243,9 @@ class ModelArguments:
         device_map: Device map of the target, such as `auto` to spread a large one over all GPUs of a single process;
             without it the target is on the device on which the head trains.
         attn_implementation: Attention implementation of the target.
+        revision: Branch, tag or commit of the target on the Hub.
+        trust_remote_code: Run the code in the target's repository; that of a head is never run.
+        load_in_4bit, load_in_8bit: Quantize the target, which needs bitsandbytes.
         target_adapter: LoRA adapters that are loaded on the target.
         lora_r: Rank of adapters that are trained on `head` in place of all its weights; 0 trains all weights.
         lora_alpha, lora_dropout, lora_modules: Scale, dropout and modules of these adapters.
@@ -263,6 +266,12 @@ class ModelArguments:
         default=None, metadata={"help": "Device map of the target: auto spreads it over all GPUs."}
     )
     attn_implementation: str | None = field(default=None, metadata={"help": "Attention of the target."})
+    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the target on the Hub."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run the code in the target's repository; that of a head is never run."}
+    )
+    load_in_4bit: bool = field(default=False, metadata={"help": "Quantize the target (needs bitsandbytes)."})
+    load_in_8bit: bool = field(default=False, metadata={"help": "Quantize the target (needs bitsandbytes)."})
     target_adapter: str | None = field(default=None, metadata={"help": "LoRA adapters to load on the target."})
     lora_r: int = field(default=0, metadata={"help": "Rank of adapters to train on the head; 0 trains all weights."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of these adapters: lora_alpha / lora_r."})
@@ -278,8 +287,22 @@ class ModelArguments:
             raise ValueError(f"head_config: {', '.join(unknown)} is not a field of Eagle3DraftConfig")
         if self.head is not None and self.head_config:
             raise ValueError("head_config describes a new head, but head names an existing one: leave one of them out")
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ValueError("load_in_4bit and load_in_8bit exclude each other: set one of them")
         if self.lora_r and self.head is None:
             raise ValueError("lora_r trains adapters on an existing head: name that head with head")
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The arguments of `from_pretrained` for what is loaded of the target."""
+        given = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        return {name: value for name, value in given.items() if value}
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """The arguments of `from_pretrained` that quantize the target."""
+        bits = [name for name in ("load_in_4bit", "load_in_8bit") if getattr(self, name)]
+        return {"quantization_config": BitsAndBytesConfig(**{bits[0]: True})} if bits else {}
 
 
 @dataclass

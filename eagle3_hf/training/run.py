@@ -68,7 +68,7 @@ def train_head(
             say(earlier.in_words())
         return None
     set_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(model.target)
+    tokenizer = AutoTokenizer.from_pretrained(model.target, **model.source)
     train, evaluation = load_data(data, args.seed if args.data_seed is None else args.data_seed)
     target = load_target(model, args)
     draft = make_head(model, target)
@@ -164,6 +164,8 @@ def load_target(model: ModelArguments, args: Eagle3TrainingArguments) -> PreTrai
         dtype=model.dtype,
         device_map=model.device_map or {"": args.device},
         attn_implementation=model.attn_implementation,
+        **model.source,
+        **model.quantization,
     )
     warn_if_slow(target, model.target)
     if model.target_adapter is not None:

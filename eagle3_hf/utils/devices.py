@@ -31,12 +31,17 @@ def own_device() -> torch.device:
 
 def warn_if_slow(model: Any, name: str) -> None:
     """Warn of a model in half precision on a CPU that computes this much more slowly than float32."""
-    on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
-    if on_cpu and model.dtype in (torch.bfloat16, torch.float16) and not _computes(model.dtype):
+    if is_slow(model):
         logger.warning(
             f"{name} is loaded in {str(model.dtype).removeprefix('torch.')}, for which this CPU has no instructions, "
             "so that it can be many times slower than in float32: pass --dtype float32"
         )
+
+
+def is_slow(model: Any) -> bool:
+    """Return whether a model is in half precision on a CPU that has no instructions for it."""
+    on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
+    return on_cpu and model.dtype in (torch.bfloat16, torch.float16) and not _computes(model.dtype)
 
 
 def _computes(dtype: torch.dtype) -> bool:

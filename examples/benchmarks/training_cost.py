@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from eagle3_hf import Eagle3DraftModel
 from eagle3_hf.commands.errors import in_words
 from eagle3_hf.commands.help import Defaults
+from eagle3_hf.commands.parser import Parser
 from eagle3_hf.commands.placement import add_placement, load_target
 from eagle3_hf.commands.values import amount, count, place
 from eagle3_hf.model.features import FeatureReader
@@ -311,7 +312,7 @@ def _watched(target: PreTrainedModel, clock: Clock) -> Iterator[None]:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Measure the peak memory of a training step against its length, on a small model with a large "
         "vocabulary; or, with MODEL, the time of a step on a packed sequence. Both stand beside the eager formulation "
         "of the same loss.",
@@ -321,25 +322,25 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "model", metavar="MODEL", nargs="?", type=place, help="target to time: a local folder or a Hub id"
     )
     parser.add_argument("--steps", type=count, default=7, help="steps of training-time test")
-    parser.add_argument("--draft-vocab-size", type=count, default=8192, help="tokens that the head can propose")
+    parser.add_argument("--draft_vocab_size", type=count, default=8192, help="tokens that the head can propose")
     parser.add_argument("--lengths", type=count, nargs="+", default=[512, 1024, 2048, 4096], help="memory: tokens")
     parser.add_argument(
-        "--eager-up-to", type=amount, default=2048, help="memory: longest sequence for the eager formulation"
+        "--eager_up_to", type=amount, default=2048, help="memory: longest sequence for the eager formulation"
     )
-    parser.add_argument("--vocab-size", type=count, default=128_256, help="memory: vocabulary of the small model")
-    parser.add_argument("--hidden-size", type=count, default=256, help="memory: width of the small model")
+    parser.add_argument("--vocab_size", type=count, default=128_256, help="memory: vocabulary of the small model")
+    parser.add_argument("--hidden_size", type=count, default=256, help="memory: width of the small model")
     parser.add_argument("--length", type=count, default=2048, help="time: tokens of the packed sequence")
     parser.add_argument("--document", type=count, default=256, help="time: tokens of each document in it")
     parser.add_argument("--repeats", type=count, default=3, help="time: runs of each form, whose median is shown")
     parser.add_argument(
-        "--processor-time", action="store_true", help="time: the processor time of this process, not the wall clock"
+        "--processor_time", action="store_true", help="time: the processor time of this process, not the wall clock"
     )
     add_placement(parser, dtype="bfloat16")
     arguments = parser.parse_args(argv)
     if arguments.length % arguments.document:
         parser.error(f"--length {arguments.length} is no multiple of --document {arguments.document}")
     if arguments.model is None and arguments.device_map is not None:
-        parser.error("--device-map spreads MODEL, and none is named")
+        parser.error("--device_map spreads MODEL, and none is named")
     return arguments
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3_hf.cli import main
+import eagle3_hf
+from eagle3_hf.cli import main, make_parser
 from eagle3_hf.commands import placement
 from eagle3_hf.commands.errors import in_words
 from eagle3_hf.commands.hub import stay_offline_where_unreachable
@@ -118,7 +119,7 @@ def answer(model_folder, output, prompts, *options):
 
 def test_datagen_answers_prompts(model_folder, prompts, tmp_path, capsys, monkeypatch):
     output = tmp_path / "chats.jsonl"
-    options = ["--greedy-share", "1", "--template-kwargs", '{"mood": 1}']
+    options = ["--greedy-share", "1", "--chat_template_kwargs", '{"mood": 1}']
     assert answer(model_folder, output, prompts, *options) == 0
     chats = lines_of(output)
     assert [chat["messages"][0]["content"] for chat in chats] == ["What is the sea?", "Sing.", "Hello"]
@@ -167,17 +168,17 @@ def test_datagen_asks_a_server(prompts, tmp_path, capsys):
 
 def test_datagen_options_of_the_other_job(model_folder, prompts, tmp_path, capsys):
     assert answer(model_folder, tmp_path / "a", prompts, "--seeds", "x", "--top-p", "1") == 1
-    assert "--seeds, --top-p: no meaning with --prompts" in capsys.readouterr().err
+    assert "--seeds, --top_p: no meaning with --prompts" in capsys.readouterr().err
     assert datagen(model_folder, tmp_path / "a", "--num-chats", "2", "--server", "http://x") == 1
-    assert "--server: no meaning with --num-chats" in capsys.readouterr().err
+    assert "--server: no meaning with --num_chats" in capsys.readouterr().err
     extra = ["--concurrency", "2", "--request-extra", '{"top_k": -1}']
     assert answer(model_folder, tmp_path / "a", prompts, *extra) == 1
-    assert "--concurrency, --request-extra: no meaning without --server" in capsys.readouterr().err
+    assert "--concurrency, --request_extra: no meaning without --server" in capsys.readouterr().err
     (tmp_path / "about.txt").write_text("\n")
     assert answer(model_folder, tmp_path / "a", prompts, "--about", str(tmp_path / "about.txt")) == 1
     assert "about.txt is empty: write a user turn with {text}" in capsys.readouterr().err
     assert datagen(model_folder, tmp_path / "a") == 1
-    assert "pass either --prompts (answer a dataset) or --num-chats" in capsys.readouterr().err
+    assert "pass either --prompts (answer a dataset) or --num_chats" in capsys.readouterr().err
 
 
 def test_show_mask(model_folder, tmp_path, capsys):
@@ -238,7 +239,7 @@ def test_datagen_under_a_launcher(model_folder, prompts, tmp_path):
         (["bench", "m", "h", "--dtyp", "bf16", "--questoins", "3"], "did you mean --questions?"),
         (
             ["bench", "m", "h", "--maxnewtokens=3"],
-            "unrecognized arguments: --maxnewtokens=3; did you mean --max-new-tokens?",
+            "unrecognized arguments: --maxnewtokens=3; did you mean --max_new_tokens?",
         ),
         (["convert", "m", "o", "--tu", "vllm"], "required: --to; did you mean --to?"),
         (["train", "--targt", "t", "--train_data", "d"], "required: --target; did you mean --target?"),
@@ -429,11 +430,11 @@ def test_a_target_is_spread_by_one_process_only(model_folder, prompts, tmp_path,
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["datagen", model_folder, str(tmp_path / "b"), *options, "auto"]) == 1
     assert (
-        "--device-map auto spreads the target over all devices, and each of the 2 processes" in capsys.readouterr().err
+        "--device_map auto spreads the target over all devices, and each of the 2 processes" in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):
         main(["datagen", model_folder, str(tmp_path / "b"), *options, "auto", "--device", "cpu"])
-    assert "argument --device: not allowed with argument --device-map" in capsys.readouterr().err
+    assert "argument --device: not allowed with argument --device_map" in capsys.readouterr().err
 
 
 # ----- what comes next -----------------------------------------------------------------------------------------------
@@ -453,7 +454,7 @@ def test_what_changed_since_an_earlier_run_is_named(model_folder, prompts, tmp_p
     for options, words in (
         (["--max-new-tokens", "7"], "another max_new_tokens: use the options of that run"),
         (["--temperature", "0.5", "--seed", "3"], "another temperature and another seed: use the options of that run"),
-        (["--template-kwargs", '{"a": 1}'], "another template_kwargs: use the options of that run"),
+        (["--chat_template_kwargs", '{"a": 1}'], "another template_kwargs: use the options of that run"),
     ):
         assert answer(model_folder, tmp_path / "chats", prompts, *options) == 1
         assert f"answers prompt 0 with {words}" in capsys.readouterr().err
@@ -471,3 +472,134 @@ def test_the_demo_target_asks_for_gguf_before_it_is_downloaded(tmp_path, monkeyp
     with pytest.raises(RuntimeError, match=r'gguf, .* is missing: pip install "eagle3-hf\[demo\]"'):
         demo.demo_target(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+# ----- one form of all options ---------------------------------------------------------------------------------------
+
+
+def parsers() -> dict:
+    (commands,) = [action for action in make_parser()._actions if action.dest == "command"]
+    return {name: parser for name, parser in commands.choices.items() if parser.prefix_chars == "-"}
+
+
+def test_options_have_the_same_form_in_all_commands():
+    """Underscores, a file of options, and the same type, choices and default where the name is the same."""
+    seen: dict[str, tuple] = {}
+    for command, parser in parsers().items():
+        assert "--config" in parser._option_string_actions
+        assert not [action for action in parser._actions if not action.option_strings], "positions are options too"
+        for action in parser._actions:
+            (name,) = [name for name in action.option_strings if name.startswith("--")]
+            assert "-" not in name[2:], (command, name)
+            if name in (
+                "--device",
+                "--device_map",
+                "--dtype",
+                "--revision",
+                "--trust_remote_code",
+                "--seed",
+                "--model",
+            ):
+                kind = type(action), action.type, action.choices, action.default
+                assert seen.setdefault(name, kind) == kind, (command, name)
+    assert {"--model", "--dtype", "--revision"} <= seen.keys()
+
+
+@pytest.mark.parametrize("way", ["positions", "options", "mixed", "hyphens", "file", "file and positions", "behind"])
+def test_ways_to_give_the_same_options(way, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("num-chats: 2\nbatch_size: 3\nchat_template_kwargs: {mood: 1}\nquiet: true\n")
+    if way in ("file", "file and positions"):
+        file.write_text(file.read_text() + "target: m\n" + ("output: o.jsonl\n" if way == "file" else ""))
+    places = {
+        "positions": ["m", "o.jsonl"],
+        "options": ["--model", "m", "--output=o.jsonl"],
+        "mixed": ["--target", "m", "o.jsonl"],
+        "hyphens": ["m", "o.jsonl", "--max-new-tokens", "9"],
+        "file": [],
+        "file and positions": ["o.jsonl"],
+        "behind": ["--quiet", "m", "--temperature", "1", "o.jsonl"],
+    }[way]
+    options = ["--max_new_tokens", "9", "--config", str(file), "--batch_size", "4"]
+    arguments = make_parser().parse_args(["datagen", *places, *options])
+    assert (arguments.model, arguments.output) == ("m", Path("o.jsonl"))
+    given = arguments.num_chats, arguments.batch_size, arguments.max_new_tokens, arguments.quiet
+    assert given == (2, 4, 9, True), "the command line overrides the file"
+    assert arguments.chat_template_kwargs == {"mood": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batchsize: 3", "batchsize is not an option of eagle3-hf datagen; did you mean batch_size?"),
+        ("batch_size: none", "argument --batch_size: expected an integer of at least 1, got 'none'"),
+        ("batch_size: [1, 2]", "batch_size takes one value, got [1, 2]"),
+        ("quiet: 1", "quiet is on or off: expected true or false, got 1"),
+        ("- a", "expected options by name, found a list"),
+        ("a: [", "is not valid yaml"),
+        ("", "is empty"),
+    ],
+)
+def test_files_of_options_that_are_wrong(text, message, tmp_path, capsys):
+    file = tmp_path / "options.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main(["datagen", "m", "o", "--config", str(file)])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert str(file) in said
+
+
+def test_lists_and_choices_in_a_file_of_options(tmp_path, capsys):
+    file = tmp_path / "options.json"
+    file.write_text('{"head": "h", "temperature": [0, 0.7], "tree": ["15/4/4", "auto"], "max_new_tokens": 8}')
+    arguments = make_parser().parse_args(["bench", "m", "--config", str(file)])
+    assert (arguments.temperature, arguments.tree, arguments.max_new_tokens) == ([0.0, 0.7], ["15/4/4", "auto"], [8])
+    assert arguments.more_heads == ["h"]
+    file.write_text('{"to": "vlm"}')
+    with pytest.raises(SystemExit):
+        main(["convert", "h", "o", "--config", str(file)])
+    assert "argument --to: invalid choice: 'vlm'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["convert", "h", "o", "more", "--to", "vllm"])
+    assert "unrecognized arguments: more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["convert", "h", "--to", "vllm"])
+    assert "the following arguments are required: OUT" in capsys.readouterr().err
+
+
+def test_a_targets_revision_and_code(model_folder, tmp_path, monkeypatch, capsys):
+    """Passed on to whatever is loaded of the target; off where they are not given."""
+    asked = []
+
+    def load(model, **options):
+        asked.append(options)
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    data = tmp_path / "chats.jsonl"
+    data.write_text('{"text": "The sea sings to the ships."}\n')
+    for command in (
+        ["show-mask", model_folder, str(data)],
+        ["features", model_folder, str(data), str(tmp_path / "s")],
+    ):
+        assert main(command) == 1
+        assert main([*command, "--revision", "v2", "--trust-remote-code"]) == 1
+    assert asked == [{}, {"revision": "v2", "trust_remote_code": True}] * 2
+    if importlib.util.find_spec("bitsandbytes") is None:
+        assert main(["datagen", model_folder, str(tmp_path / "o"), "--num_chats", "1", "--load_in_4bit"]) == 1
+        monkeypatch.undo()
+        assert main(["datagen", model_folder, str(tmp_path / "o"), "--num_chats", "1", "--load_in_4bit"]) == 1
+        assert "--load_in_4bit needs bitsandbytes, which is missing" in capsys.readouterr().err
+
+
+def test_version_and_environment(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"eagle3-hf {eagle3_hf.__version__}\n"
+    assert main(["env"]) == 0
+    said = capsys.readouterr().out
+    assert f"- torch: {torch.__version__}" in said
+    assert "- accelerators: " in said

@@ -119,7 +119,7 @@ def test_ops_are_counted_for_each_tree(models, capsys):
     [
         ([], "MODEL and HEAD are missing"),
         (["--record", "r.npz"], "MODEL and HEAD are missing"),
-        (["--replay", "r.npz", "--count-ops"], "--replay and --count-ops exclude each other"),
+        (["--replay", "r.npz", "--count-ops"], "--replay and --count_ops exclude each other"),
         (["--replay", "r.npz", "--tree", "auto"], "--tree auto is chosen by measured costs"),
         (["--replay", "r.npz"], "r.npz is not a file"),
         (["--replay", "r.npz", "--html", "none/p.html"], "the folder none does not exist"),

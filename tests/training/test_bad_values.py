@@ -159,7 +159,7 @@ def test_names_of_nothing(command, folder, tmp_path, capsys):
     ("option", "value", "words"),
     [
         ("--dtype", "bf61", "'bf61' is not a dtype: choose from auto, float32, fp32, bfloat16, bf16"),
-        ("--device", "auto", "auto is not a device; pass it as --device-map"),
+        ("--device", "auto", "auto is not a device; pass it as --device_map"),
         ("--device", "gpu", "'gpu' is not a device, such as cpu, cuda or cuda:1"),
         ("--device", "cuda:99", "this machine has no cuda:99, but cpu"),
         ("--device", "meta", "this machine has no meta, but cpu"),

@@ -134,6 +134,11 @@ def test_auto_classes_know_the_head(fresh):
     assert fresh.found["auto_classes"] == "Eagle3DraftConfig"
 
 
+def test_help_and_version_wait_for_no_heavy_package(fresh):
+    assert fresh.found["heavy_modules_of_help"] == []
+    assert "usage: eagle3-hf" in fresh.stdout["heavy_modules_of_help"]
+
+
 def test_console_script_exists():
     from eagle3_hf.cli import main
 

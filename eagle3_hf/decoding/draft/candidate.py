@@ -40,6 +40,7 @@ class Eagle3Candidate(CandidateGenerator):
             continued.
         pad_token_id: Token of padding nodes.
         coupled: See [`CoupledRanking`].
+        window: How many positions the draft looks back; by default what its generation config says.
 
     Attributes:
         num_fed: Number of positions that were fed most recently, in one forward.
@@ -58,6 +59,7 @@ class Eagle3Candidate(CandidateGenerator):
         start_position: int = 0,
         pad_token_id: int = 0,
         coupled: bool = True,
+        window: int | None = None,
     ):
         draft._require_vocabulary("drafting")
         draft.check_target(target)
@@ -65,7 +67,7 @@ class Eagle3Candidate(CandidateGenerator):
         self._device = device_of_head(draft)
         self.settings = settings or tree_settings(draft, target)
         self._start = start_position
-        self._cache = DraftCache(draft.config.num_hidden_layers, draft_window(draft))
+        self._cache = DraftCache(draft.config.num_hidden_layers, draft_window(draft, window))
         self._pending: list[DraftInputs] = []  # committed, but not fed yet
         self.num_fed = 0
         self._last: torch.Tensor | None = None  # (B, 1, H) output at the last committed position

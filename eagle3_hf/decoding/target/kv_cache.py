@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 
 from ..output.outputs import KeyColumns
 from ..transfers import upload
+from ..unsupported_call import UnsupportedCall
 from .static_cache import RoomyLayer, give_back_room, make_room
 
 
@@ -145,10 +146,10 @@ def _layer_reason(layer: Any) -> str | None:
 
 
 def require_supported(cache: Any) -> None:
-    """Raise a ValueError if the cache is not supported, with the reason."""
+    """Raise an `UnsupportedCall` if the cache is not supported, with the reason."""
     reason = supported(cache)
     if reason is not None:
-        raise ValueError(f"a draft tree cannot be verified on this cache: {reason}")
+        raise UnsupportedCall("cache", f"a draft tree cannot be verified on this cache: {reason}")
 
 
 def key_columns(cache: Cache, layer_types: Sequence[str] | None) -> list[KeyColumns]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..unsupported_call import UnsupportedCall
 from .kv_cache import supported
 
 
@@ -28,14 +29,15 @@ def has_entries(cache: Cache) -> bool:
 
 
 def require_restorable(cache: Any) -> None:
-    """Raise a ValueError if a layer of the cache cannot be restored."""
+    """Raise an `UnsupportedCall` if a layer of the cache cannot be restored."""
     for index, layer in enumerate(cache.layers):
         writes_new_memory = isinstance(layer, DynamicLayer) or not hasattr(layer, "keys")
         is_known = _is_stateful(layer) or supported(Cache(layers=[layer])) is None
         if not (writes_new_memory and is_known):
-            raise ValueError(
+            raise UnsupportedCall(
+                "cache",
                 f"a draft cannot be verified on this cache: layer {index} is a {type(layer).__name__}, which cannot "
-                "be restored: use the default cache"
+                "be restored: use the default cache",
             )
 
 

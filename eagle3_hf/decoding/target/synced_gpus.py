@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...model.lookup_draft import LookupDraft
 from ...model.modeling_eagle3 import Eagle3DraftModel
+from ..unsupported_call import UnsupportedCall
 
 
 class SyncedGpus:
@@ -48,7 +49,7 @@ def synced_gpus_of(
     """Return the other processes of a call, or `None` if this process generates alone.
 
     Raises:
-        ValueError: the head borrows a layer that is distributed over the processes. They do not draft at the same
+        UnsupportedCall: the head borrows a layer that is distributed over the processes. They do not draft at the same
             time, so that they could not all take part in the calls of this layer.
     """
     if not synced_gpus or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -60,9 +61,10 @@ def synced_gpus_of(
         borrowed["output layer"] = target.get_output_embeddings()
     for name, module in borrowed.items():
         if _is_spread(module):
-            raise ValueError(
+            raise UnsupportedCall(
+                "synced_gpus",
                 f"the {name} of {type(target).__name__} is spread over {dist.get_world_size()} processes, and this "
-                "head borrows it: use a head with one of its own, or leave that layer whole in every process"
+                "head borrows it: use a head with one of its own, or leave that layer whole in every process",
             )
     return SyncedGpus(target, input_ids)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..coupling import _default_generator
+from ..unsupported_call import UnsupportedCall
 
 
 # Names of fields that only have an effect in training mode, such as `attention_dropout`, `resid_pdrop`, `layerdrop`
@@ -20,7 +21,7 @@ _RANDOM_WHILE_TRAINING = re.compile("drop|jitter|noise")
 
 
 def check_training_mode(target: nn.Module) -> None:
-    """Raise a ValueError that names the first part of `target` that is random in its present mode."""
+    """Raise an `UnsupportedCall` that names the first part of `target` that is random in its present mode."""
     found = [
         (f"{name}.{field}".strip("."), value)
         for name, module in target.named_modules()
@@ -29,10 +30,11 @@ def check_training_mode(target: nn.Module) -> None:
     ]
     if found:
         (name, value), more = found[0], f" (and {len(found) - 1} more like it)" if found[1:] else ""
-        raise ValueError(
+        raise UnsupportedCall(
+            "training mode",
             f"{type(target).__name__} is in training mode with {name} = {value}{more}: its forward is random, so that "
             "tokens that are verified together would differ from ordinary decoding. Call target.eval() before "
-            "generate, or set these to 0"
+            "generate, or set these to 0",
         )
 
 
