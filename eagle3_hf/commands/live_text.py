@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..acceptance import SpeculationStats
 from ..decoding.draft.mixture import BOTH, HEAD, LOOKUP
 from ..decoding.draft.proposer import Proposer
+from ..decoding.tree import DraftTree
 from ..evaluation.watching import wrapped
 
 
@@ -62,10 +63,14 @@ class LiveText(BaseStreamer):
         """Return a context in which the sources of accepted drafts of this thread's call are known."""
 
         def count(
-            original: Callable, proposer: Proposer, stats: SpeculationStats, paths: dict[int, list[int]]
+            original: Callable,
+            proposer: Proposer,
+            stats: SpeculationStats,
+            paths: dict[int, list[int]],
+            tree: DraftTree,
         ) -> None:
             self._sources = proposer.sources(0, paths.get(0, []))
-            original(proposer, stats, paths)
+            original(proposer, stats, paths, tree)
 
         return wrapped(Proposer, "count", count)
 

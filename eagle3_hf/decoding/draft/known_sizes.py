@@ -58,8 +58,9 @@ def keep(sizes: TreeSizer | FixedSizes) -> None:
 
 
 def _key_on_disk(draft: Any, target: Any, limits: TreeSettings, batch_size: int, kind: tuple[Hashable, ...]) -> str:
-    device = target.device
-    name = platform.machine() if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    device, name = target.device, platform.machine()
+    with suppress(RuntimeError, AttributeError):  # a CPU, and the nowhere of offloaded weights, have no names
+        name = torch.get_device_module(device).get_device_name(device)
     shapes = [
         sorted((name, list(parameter.shape), str(parameter.dtype)) for name, parameter in model.named_parameters())
         for model in (target, draft)

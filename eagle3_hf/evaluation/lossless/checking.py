@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...acceptance import SpeculationStats
+from ...decoding.draft.trial import ROUNDS, Trial
 from ...model.lookup_draft import LookupDraft
 from ...model.modeling_eagle3 import Eagle3DraftModel
 from ..measure import left_padded, pad_token_id
@@ -22,7 +23,6 @@ from .told import told
 DRAFT, TOLD, STATE = "draft", "told the text", "state"
 # The largest told tree; a fixed one, so that no measured cost decides what is tested.
 _TOLD_TREE = {"num_assistant_tokens": 16, "assistant_tree_depth": 5, "assistant_tree_top_k": 4}
-_NO_TRIAL = 2**40  # rounds of a head, as if they had all been
 _LENGTHS = (7, 19, 4)  # of the random prompts
 
 
@@ -236,7 +236,7 @@ def _settings_kept(draft: Any) -> Iterator[None]:
     """Restore what calls leave on a draft: its statistics, and what it has counted of its first rounds."""
     kept = {name: getattr(draft, name) for name in ("stats", "_trial", "_warned_of_length") if hasattr(draft, name)}
     if "_trial" in kept:
-        draft._trial = (_NO_TRIAL, 0)  # calls with odd arguments say little of how much is accepted
+        draft._trial = Trial(rounds=ROUNDS)  # over: calls with odd arguments say little of how much is accepted
     try:
         yield
     finally:

@@ -52,20 +52,31 @@ def wrap(monkeypatch, owner, name, wrapper):
 
 
 def wrong_position(monkeypatch):
-    wrap(monkeypatch, TargetRun, "_tree_kwargs", lambda run, self, depths: run(self, depths + (depths > 1).long()))
+    wrap(
+        monkeypatch,
+        TargetRun,
+        "_tree_kwargs",
+        lambda run, self, depths, *more: run(self, depths + (depths > 1).long(), *more),
+    )
 
 
 def visible_sibling(monkeypatch):
-    original = DraftTree.__dict__["ancestors"].func
+    """In trees that are known on the host, and in those that are not."""
+    original, of_host = DraftTree.__dict__["ancestors"].func, DraftTree._of_host
 
-    def with_siblings(self):
-        seen = original(self)
-        same = self.parents[:, :, None] == self.parents[:, None]
+    def with_siblings(tree, seen):
+        same = tree.parents[:, :, None] == tree.parents[:, None]
         return seen | (same & torch.ones_like(same[0]).tril())
 
-    ancestors = cached_property(with_siblings)
+    def moved(host, scores, device):
+        tree = of_host(host, scores, device)
+        tree.__dict__["ancestors"] = with_siblings(tree, tree.ancestors)
+        return tree
+
+    ancestors = cached_property(lambda self: with_siblings(self, original(self)))
     ancestors.__set_name__(DraftTree, "ancestors")
     monkeypatch.setattr(DraftTree, "ancestors", ancestors)
+    monkeypatch.setattr(DraftTree, "_of_host", staticmethod(moved))
 
 
 def forgotten_processor(monkeypatch):
@@ -137,8 +148,8 @@ def features_of_another_node(monkeypatch):
 
 
 def wrong_position_in_the_draft(monkeypatch):
-    def grow_pool(original, self, hidden, cache, position, *args):
-        return original(self, hidden, cache, position + 1, *args)
+    def grow_pool(original, self, hidden, cache, position, *args, **kwargs):
+        return original(self, hidden, cache, position + 1, *args, **{**kwargs, "ahead": None})
 
     wrap(monkeypatch, TreeGrower, "grow_pool", grow_pool)
 
