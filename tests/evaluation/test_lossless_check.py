@@ -148,8 +148,8 @@ def features_of_another_node(monkeypatch):
 
 
 def wrong_position_in_the_draft(monkeypatch):
-    def grow_pool(original, self, hidden, cache, position, *args, **kwargs):
-        return original(self, hidden, cache, position + 1, *args, **{**kwargs, "ahead": None})
+    def grow_pool(original, self, hidden, cache, position, settings, goes_on=None, expansion=None, ahead=None):
+        return original(self, hidden, cache, position + 1, settings, goes_on, expansion)
 
     wrap(monkeypatch, TreeGrower, "grow_pool", grow_pool)
 
