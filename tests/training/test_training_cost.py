@@ -151,7 +151,7 @@ def test_the_script_runs_on_its_own(monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path[1:]])
     with pytest.raises(SystemExit, match="^0$"):
         runpy.run_path(str(script), run_name="__main__")
-    assert "--eager-up-to" in capsys.readouterr().out
+    assert "--eager_up_to" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", [[], ["--device", "cpu", "--dtype", "bf16"]])
@@ -181,7 +181,7 @@ def test_the_script_prints_time(capsys, tmp_path):
     [
         (["--length", "100", "--document", "30"], "--length 100 is no multiple of --document 30"),
         (["--document", "5"], "--length 2048 is no multiple of --document 5"),
-        (["--device-map", "auto"], "--device-map spreads MODEL, and none is named"),
+        (["--device-map", "auto"], "--device_map spreads MODEL, and none is named"),
         (["--steps", "0"], "argument --steps"),
     ],
 )

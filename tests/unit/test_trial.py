@@ -20,7 +20,9 @@ def said(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def draft():
-    return copy.deepcopy(draft_of("llama", half=False))
+    draft = copy.deepcopy(draft_of("llama", half=False))
+    draft._trial = None  # other tests have drafted with it
+    return draft
 
 
 def warnings(said: list[str]) -> list[str]:
