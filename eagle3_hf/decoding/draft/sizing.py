@@ -132,13 +132,15 @@ class FixedSizes:
     goes_on = None  # in place of `TreeSizer.goes_on`: the head grows all levels of the plan
 
     def plan(self, depth: int, context: int) -> Plan:
+        """Return the size of the settings, see [`TreeSizer.plan`]."""
         return Plan(min(depth, self._settings.depth), self._settings.num_nodes)
 
     def keep(self, candidates: Sequence[Candidates]) -> int:
+        """Return the number of nodes of the largest tree: all are verified."""
         return max((len(each.tokens) for each in candidates), default=0)
 
     def observe(self, proposal: Proposal, paths: dict[int, list[int]], draft: float, verify: float) -> None:
-        pass
+        """Learn nothing."""
 
 
 class TreeSizer:
