@@ -37,7 +37,7 @@ class Noise:
         self._shape = (batch_size, vocab_size)
         self._device = torch.device(device)
         self._dtype = dtype
-        self._real = _default_generator(self._device)
+        self._real = default_generator(self._device)
         self._ahead = torch.Generator(self._real.device)
         # Drawn but not used yet: (noise, state of the generator after it), the next step first.
         self._steps: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -179,7 +179,7 @@ def _is_one_integer_each(dtype: torch.dtype) -> bool:
     return torch.equal(noise.get_state(), integers.get_state())
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that sampling functions on `device` use by default."""
     if device.type == "cpu":
         return torch.default_generator

@@ -46,7 +46,8 @@ def decode(
     """Decode in place of transformers' assisted decoding, with the same arguments and the same result.
 
     Raises:
-        UnsupportedCall: the cache cannot be rolled back, or the target's forward is random in its present mode.
+        UnsupportedCall: the cache cannot be rolled back or restored, the target's forward is random in its present
+            mode, or an option does not go with this target (`output_attentions`, `synced_gpus`).
     """
     arguments = {
         "logits_processor": logits_processor,

@@ -21,9 +21,9 @@ from ..model.lookup_draft import LookupDraft
 from ..model.modeling_eagle3 import Eagle3DraftModel
 from ..model.target_modules import media_token_ids
 from ..model.tree_settings import TreeSettings
+from .draft import known_sizes
 from .draft.candidate import Eagle3Candidate
 from .draft.inputs import DraftInputs, PromptMedia
-from .draft.known_sizes import keep, sizer_of
 from .draft.lookup import Lookup
 from .draft.proposer import Proposer
 from .draft.sizing import FixedSizes, TreeSizer
@@ -106,7 +106,7 @@ class SpeculativeDecoding:
                     self.target.finish()
                 if not self.tokens.done:
                     self.target.overflow(self.batch.input_ids)
-            keep(self._sizes)
+            known_sizes.keep(self._sizes)
             if self.target.synced is not None:
                 self.target.synced.run_along()
             self.tokens.finish()
@@ -328,7 +328,7 @@ class SpeculativeDecoding:
             return FixedSizes(self.settings)
         model, sampled = self._model, self.tokens.noise is not None
         kind = model.device, model.dtype, torch.get_num_threads(), sampled, self._in_step, self.tokens.is_plain_greedy
-        return sizer_of(self.draft, model, self.settings, len(self.batch), kind)
+        return known_sizes.sizer_of(self.draft, model, self.settings, len(self.batch), kind)
 
     def _finish_stats(self, seconds: float) -> None:
         self.stats.emitted = self.batch.num_emitted

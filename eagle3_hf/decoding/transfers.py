@@ -72,7 +72,7 @@ def download(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Begin to copy a tensor to the host, if the device can do so in the background.
 
     Returns:
-        A function that returns the copy. It waits for it only if nothing has been waited for meanwhile.
+        A function that returns the copy, and waits until it is complete.
     """
     if tensor.device.type not in _PINNING:
         here = tensor.to("cpu", non_blocking=tensor.device.type == "cpu")
@@ -91,5 +91,6 @@ def download(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type in _PINNING:
         tensor = tensor.pin_memory()
-    # On a CPU nothing is copied; what is asked for there is what is counted (see `evaluation/op_counts.py`).
+    # On a CPU nothing is copied. `non_blocking` is passed all the same, since `evaluation/op_counts.py` counts there
+    # where the host would wait for an accelerator.
     return tensor.to(device, non_blocking=device.type in (*_PINNING, "cpu"))

@@ -22,9 +22,8 @@ from .unsupported_call import UnsupportedCall
 
 logger = get_logger(__name__)
 
-_DEFAULT_NUM_ASSISTANT_TOKENS = (
-    20  # filled in by transformers, so that it cannot be told from a value that the user set
-)
+# Filled in by transformers, so that it cannot be told from a value that the user set.
+_DEFAULT_NUM_ASSISTANT_TOKENS = 20
 
 # Generation-config fields of other decoding methods, which are rejected unless they have the value filled in by
 # transformers.

@@ -129,9 +129,10 @@ class Eagle3DraftModel(Eagle3PreTrainedModel, GenerationMixin):
 
     It inherits `GenerationMixin` only so that transformers creates, saves and loads its `generation_config`, where the
     tree settings live: `num_assistant_tokens` (drafted nodes, root not counted), `assistant_tree_depth` (levels) and
-    `assistant_tree_top_k` (children per expanded node; 1 = a chain). Where none of the three is set, a call chooses
-    them by the target's device (see `model.tree_settings`). When sampling, the draft looks at the coming random
-    numbers (see `decoding.coupling`); `assistant_coupled_sampling = False` there turns that off.
+    `assistant_tree_top_k` (children per expanded node; 1 = a chain). Where the number of nodes is not set, or is
+    `"auto"`, each round has the size that pays, up to the other two and limits for the target's device (see
+    `model.tree_settings`). When sampling, the draft looks at the coming random numbers (see `decoding.coupling`);
+    `assistant_coupled_sampling = False` there turns that off.
     """
 
     d2t: torch.Tensor

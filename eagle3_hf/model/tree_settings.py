@@ -164,7 +164,10 @@ def _checked_lookup(value: Any) -> bool:
 
 
 def _is_on_cpu(target: PreTrainedModel) -> bool:
-    """By where the target's weights are; offloaded ones are nowhere, and dear enough to fetch for a large tree."""
+    """Whether all weights of the target are on a CPU.
+
+    Offloaded ones, on the meta device, are not: to fetch them costs so much that large trees pay.
+    """
     return all(parameter.device.type == "cpu" for parameter in target.parameters())
 
 

@@ -5,8 +5,6 @@ A head of draft vocabulary D < V scores only D of the target's V tokens. `d2t (D
 ids follow ascending target ids, so the target's `logits[..., t2d]` and the head's output have the same order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

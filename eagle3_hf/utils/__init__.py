@@ -1,1 +1,1 @@
-"""Loggers and devices."""
+"""Loggers, devices, and the drawing of plots."""

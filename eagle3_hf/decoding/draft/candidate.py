@@ -27,8 +27,9 @@ _MOST_PENDING = 256
 class Eagle3Candidate(CandidateGenerator):
     """Drafts for one `generate` call.
 
-    Our own loop calls `draft_tree`. `get_candidates` implements the candidate generators of transformers (the best
-    chain, batch 1) for transformers' own loop. Both use the same cache and grow the same trees.
+    Our own loop calls `draft_tree` for trees of a fixed size that the head drafts alone, and `draft_pool` if nodes are
+    chosen on the host. `get_candidates` implements the candidate generators of transformers (the best chain, batch 1)
+    for transformers' own loop. All use the same cache.
 
     Args:
         target: The target, from which the draft borrows missing parts as long as this object exists.
@@ -72,7 +73,9 @@ class Eagle3Candidate(CandidateGenerator):
         self.num_fed = 0
         self._last: torch.Tensor | None = None  # (B, 1, H) output at the last committed position
         self._next: int | torch.Tensor = start_position  # the position behind it, (B, 1) where sequences differ
-        self._ahead: tuple[Positions, int] | None = None  # that position, and those of the levels, where known
+        # Positions that were computed with those fed last, and the index of `_next` among them; `None` if sequences
+        # differ.
+        self._ahead: tuple[Positions, int] | None = None
         self._borrowed = draft.borrow(target)
         self._ranking: Ranking = greedy_ranking
         if noise is not None:
@@ -158,7 +161,7 @@ class Eagle3Candidate(CandidateGenerator):
         self._last, self._next = last, following
 
     def watch(self, accepted: int) -> None:
-        """Count the accepted drafts of a round; warn once if the first rounds accept too little."""
+        """Count the accepted drafts of one sequence in a round, see [`trial.watch`]."""
         trial.watch(self.draft, accepted, self._ranking is greedy_ranking)
 
     def _watch_length(self) -> None:

@@ -1,8 +1,8 @@
-"""What rounds cost on this machine, kept on disk for later processes: a small JSON file in the folder of the Hub.
+"""What rounds cost on this machine, kept on disk for later processes: a small JSON file in the cache of Hugging Face.
 
 A process that finds its kind of call there need not measure first. The file is `eagle3_hf/costs.json` in `HF_HOME`;
-`EAGLE3_HF_COST_TABLE=0` neither reads nor writes it. It holds ratios only, nothing of any text. Whatever is wrong with
-it, or with the disk, is passed over: then costs are measured as if there were no file.
+with `EAGLE3_HF_COST_TABLE=0` it is neither read nor written. It holds ratios only, nothing of any text. Whatever is
+wrong with it, or with the disk, is passed over: then costs are measured as if there were no file.
 """
 
 import json

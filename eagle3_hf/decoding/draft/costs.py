@@ -24,7 +24,7 @@ _EACH = 4  # pairs after which they are fitted again; the first ones are at once
 _FITS = 2  # times that the weights of outliers are found anew with each pair
 _SMOOTH = 0.5  # pairs for which it counts that neighbouring knots deviate alike
 _EXPECTED = 0.03  # pairs for which it counts that a knot is as expected
-_REMEMBERED = 2.0  # the same, for costs that begin with earlier measurements
+_REMEMBERED = 2.0  # the same, if what is expected was measured by an earlier process
 _RECENT_DRAFTS = 16  # rounds of the head
 _PRIOR_SLOPES = 8  # pairs of them for which the expected cost of a further level counts
 
@@ -42,13 +42,12 @@ class VerifyCosts:
 
     def __init__(self, shape: Callable[[int], float]):
         self._shape = shape
-        # Of each pair: what it says of the knots, and the ratio of both deviations. The oldest are written over.
+        # Of each pair: the difference of its weights of the knots, and of its deviations. The oldest are written over.
         self._rows, self._ratios = np.zeros((_PAIRS, _KNOTS)), np.zeros(_PAIRS)
         self._plain = deque[bool](maxlen=_PAIRS)  # whether one of a pair was a plain step
         self._added = 0
-        self._last: tuple[int, float] | None = (
-            None  # nodes of the round before; logarithm of its seconds by the shape's
-        )
+        # Of the round before: its nodes, and the logarithm of its seconds divided by the expected cost.
+        self._last: tuple[int, float] | None = None
         self._expected = np.zeros(_KNOTS)
         self._weight = _EXPECTED
         self._deviations = np.zeros(_KNOTS)
@@ -61,11 +60,15 @@ class VerifyCosts:
 
     @property
     def num_plain(self) -> int:
-        """Remembered pairs that compare a tree with a plain step."""
+        """Number of remembered pairs that compare a tree with a plain step."""
         return sum(self._plain)
 
     def add(self, nodes: int, seconds: float) -> None:
-        """Compare a round with the one before, if that had another number of nodes."""
+        """Compare a round with the one before, if that had another number of nodes.
+
+        That is the newest round that was added here. The first round of a call is compared with the last of a call
+        before; if the machine's speed has changed meanwhile, the pair is an outlier, which counts less.
+        """
         log = math.log(max(seconds, 1e-9) / self._shape(nodes))
         if self._last is not None and self._last[0] != nodes:
             before, then = self._last

@@ -238,7 +238,7 @@ class TreeGrower:
         cache: DraftCache,
         position: int | torch.Tensor,
         settings: TreeSettings,
-        ahead: "tuple[Positions, int] | None" = None,
+        ahead: tuple[Positions, int] | None = None,
     ) -> DraftTree:
         """Return the trees below the roots: the best `settings.num_nodes` candidates of each.
 
@@ -262,8 +262,8 @@ class TreeGrower:
         settings: TreeSettings,
         goes_on: Callable[[int, torch.Tensor], bool] | None = None,
         expansion: Expansion | None = None,
-        ahead: "tuple[Positions, int] | None" = None,
-    ) -> "CandidatePool":
+        ahead: tuple[Positions, int] | None = None,
+    ) -> CandidatePool:
         """Return all candidates of the trees below the roots.
 
         Args:

@@ -16,8 +16,8 @@ _LEAST_NOISE = 1e-30  # noise is positive; this keeps its inverse finite
 class HostNoise:
     """Copies of the noise of coming steps.
 
-    On an accelerator a copy is begun in the background, before something else is read that the host has to wait for;
-    then it is there as well. Steps are kept from round to round, so that a round copies few of them.
+    On an accelerator the copies are begun in the background, before the head's candidates are read. When those have
+    arrived, the copies have too. Steps are kept from round to round, so that a round copies few of them.
 
     Args:
         noise: The noise of the call.
@@ -25,11 +25,12 @@ class HostNoise:
 
     def __init__(self, noise: Noise):
         self._noise = noise
-        # id of the noise of a step -> it, what returns the copies that were made together, and the place among them
+        # id of a step's noise -> this noise (which keeps the id from being used again), a function that returns the
+        # copies that were made together, and the place among them
         self._copies: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor], int]] = {}
 
     def begin(self, steps: int) -> None:
-        """Copy the noise of as many coming steps, without waiting, if reading them one by one makes the host wait."""
+        """Begin to copy the noise of the coming `steps`, if reading it step by step would make the host wait."""
         if not transfers.makes_host_wait(self._noise.peek(0).device):
             return
         coming = self._noise.peek_at(range(steps))

@@ -1,4 +1,4 @@
-"""Sizers that calls share: in this process by head and target, and their costs in later ones by kind of machine."""
+"""Sizers that calls share: within this process by head and target, and their costs with later processes, on disk."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def sizer_of(draft: Any, target: Any, limits: TreeSettings, batch_size: int, kin
 
 
 def keep(sizes: TreeSizer | FixedSizes) -> None:
-    """Write what a sizer has learnt of costs to disk, now and then."""
+    """Write what a sizer has learnt of costs to disk, if it has seen enough rounds since they were last written."""
     if not isinstance(sizes, TreeSizer) or sizes not in _keys:
         return
     key, written = _keys[sizes]
@@ -58,16 +58,17 @@ def keep(sizes: TreeSizer | FixedSizes) -> None:
 
 
 def _key_on_disk(draft: Any, target: Any, limits: TreeSettings, batch_size: int, kind: tuple[Hashable, ...]) -> str:
-    device, name = target.device, platform.machine()
-    with suppress(RuntimeError, AttributeError):  # a CPU, and the nowhere of offloaded weights, have no names
-        name = torch.get_device_module(device).get_device_name(device)
+    """Return a hash of all that costs depend on: versions, machine, device, both models, and the kind of call."""
+    device, machine = target.device, platform.machine()
+    with suppress(RuntimeError, AttributeError):  # a CPU, and the meta device of offloaded weights, have no names
+        machine = torch.get_device_module(device).get_device_name(device)
     shapes = [
         sorted((name, list(parameter.shape), str(parameter.dtype)) for name, parameter in model.named_parameters())
         for model in (target, draft)
         if isinstance(model, torch.nn.Module)
     ]
     parts = [
-        *(_FORM, torch.__version__, transformers.__version__, platform.node(), name, type(target).__name__, shapes),
+        *(_FORM, torch.__version__, transformers.__version__, platform.node(), machine, type(target).__name__, shapes),
         *(str(limits), batch_size, [str(part) for part in kind]),
         getattr(target.config, "_attn_implementation", None),
     ]

@@ -59,8 +59,8 @@ class Proposer:
         leads = [sequence.lead(self._batch.steps) for sequence in self._batch]
         if self._lookup is None and isinstance(self._sizes, FixedSizes) and self._head is not None:
             tree = self._head.draft_tree(None, depth, self._settings, self._batch.roots(), leads)
-            # There may be fewer candidates than asked for (because of cutoffs or NaN). Where the host need not wait to
-            # know it, the forward is then smaller.
+            # There may be fewer candidates than asked for (because of cutoffs or NaN). If the host can tell without
+            # waiting, it makes the forward smaller.
             if not transfers.makes_host_wait(tree.tokens.device):
                 tree = tree.trimmed()
             self.proposal.levels, self.proposal.num_nodes = plan.levels, tree.tokens.shape[1] - 1
@@ -78,7 +78,7 @@ class Proposer:
         return self._tree()
 
     def _pools(self, plan: Plan, leads: list[int]) -> list[Pool]:
-        """Return the head's candidates of each sequence."""
+        """Return the head's candidates of each sequence of the batch, also of those that do not advance."""
         if not plan.levels or self._head is None:
             return [EMPTY] * len(self._batch)
         settings = self._settings.capped(plan.levels)

@@ -1,8 +1,8 @@
 """The size of each round's trees: fixed, or the one that pays.
 
 A drafted node is worth the probability that it is accepted, and costs the time by which it prolongs the verification.
-A level of the head's tree costs a forward of the head. Both are compared at the rate at which this call has turned
-time into tokens so far: of all trees, the one with the greatest `tokens - rate * time` makes the whole text come
+A level of the head's tree costs a forward of the head. Both are compared at the rate at which recent rounds have
+turned time into tokens: of all trees, the one with the greatest `tokens - rate * time` makes the whole text come
 soonest. So a round keeps the `n` best nodes that maximise this, and the head grows another level while what its
 frontier promises exceeds the level's cost. `n = 0` is a plain step.
 
@@ -11,6 +11,9 @@ are in plain steps: how many of them a tree costs is measured (see `costs.py`), 
 machine that is slower for a while changes nothing. If the head's own nodes have cost more than they gave, it is left
 out for a while, and only lookup goes on. The text does not depend on any of this. Seconds are passed in, so that tests
 need no clock.
+
+Calls with the same head and target share a sizer (see `known_sizes.py`). Threads that draft at the same time share it
+too: then rounds of different threads are compared as neighbours, as if one thread had made them.
 """
 
 from collections.abc import Sequence
@@ -37,14 +40,15 @@ _RECENT = 64  # rounds, after which older ones count half as much in what is lea
 _RATE_ROUNDS = 32.0  # rounds over which the rate is averaged
 _FIRST_RATE = 1.5  # the rate that is believed at first, in plain steps
 _PLAIN_AGAIN = 128  # rounds after which a plain step is measured anew while drafting gains little
-# Where trees seem to cost so much more than expected, plain steps are measured anew after fewer rounds, until so many
-# pairs of rounds tell.
+# If trees seem to cost more than this multiple of what is expected, plain steps are measured after fewer rounds, until
+# this many pairs of rounds have compared a tree with a plain step.
 _UNEXPECTED, _PLAIN_SOON, _PLAIN_PAIRS = 1.15, 6, 8
-# Balance of the head, in plain steps a sequence: what its nodes gave, less what they cost. At the lowest one the head
-# is left out. It starts again a little above, and never holds more than the greatest.
+# Balance of the head, in plain steps of a sequence: what its nodes gave, less what they cost. Below the lowest one the
+# head is left out for a while, and then begins again with the second. The balance never exceeds the greatest, so that
+# a head that no longer pays is soon left out.
 _LOWEST, _AGAIN, _GREATEST = -1.5, -0.5, 3.0
 _FIRST_BALANCE = -0.5
-_KNOWN = 16  # rounds of the head, after which it is known
+_KNOWN = 16  # rounds of the head, after which what is expected of its nodes counts beside what was accepted
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 192  # steps without the head, doubled each time
 _LEAST_VALUE = 0.01  # nodes that are accepted less often are not even looked at
 
@@ -108,8 +112,8 @@ class Proposal:
         candidates: The nodes of each active sequence, best first, by its index.
         num_nodes: How many of them were kept.
         levels: Levels that the head has grown.
-        masses: For each but the last of them, the probability of all nodes that were expanded there.
-        num_fed: Positions that the head was fed before.
+        masses: For each level but the last, the probability of the nodes that were expanded there, of all sequences.
+        num_fed: Positions that the head was fed before it grew the first level.
     """
 
     candidates: dict[int, Candidates] = field(default_factory=dict)
@@ -125,16 +129,18 @@ class FixedSizes:
     def __init__(self, settings: TreeSettings):
         self._settings = settings
 
-    goes_on = None
+    goes_on = None  # in place of `TreeSizer.goes_on`: the head grows all levels of the plan
 
     def plan(self, depth: int, context: int) -> Plan:
+        """Return the size of the settings, see [`TreeSizer.plan`]."""
         return Plan(min(depth, self._settings.depth), self._settings.num_nodes)
 
     def keep(self, candidates: Sequence[Candidates]) -> int:
+        """Return the number of nodes of the largest tree: all are verified."""
         return max((len(each.tokens) for each in candidates), default=0)
 
     def observe(self, proposal: Proposal, paths: dict[int, list[int]], draft: float, verify: float) -> None:
-        pass
+        """Learn nothing."""
 
 
 class TreeSizer:
@@ -144,8 +150,8 @@ class TreeSizer:
         limits: The largest tree.
         batch_size: Number of sequences.
         shape: What rounds are expected to cost.
-        waits: Whether the host may look at the head's scores level by level. On accelerators it would wait for them,
-            so that levels are chosen by earlier rounds.
+        waits: Whether the host reads the head's scores level by level to choose the number of levels, as it does on a
+            CPU. On accelerators, where each reading makes it wait, the number is chosen ahead, by earlier rounds.
     """
 
     def __init__(self, limits: TreeSettings, batch_size: int = 1, shape: Shape = CPU, waits: bool = True):
@@ -259,7 +265,7 @@ class TreeSizer:
         """Begin with the costs that `state` returned.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: the state has another form; nothing is changed.
+            ValueError, TypeError, KeyError, AttributeError: The state has another form. Nothing is changed.
         """
         verify = {}
         for magnitude, costs in state["verify"].items():
@@ -377,7 +383,7 @@ class TreeSizer:
                 )
             self._was_off = True
             self._balance = _AGAIN
-            self._draft.forget()  # they may have been disturbed
+            self._draft.forget()  # the measurements may have been disturbed by other work
             self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
 
 

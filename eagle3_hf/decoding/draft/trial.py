@@ -17,7 +17,7 @@ _KEPT = 0.5
 
 @dataclass
 class Trial:
-    """Counts of a head's first rounds, over all calls of `generate`.
+    """Counts of a head's first rounds, over all calls of `generate`. In a batch, a round counts once per sequence.
 
     Attributes:
         rounds: Rounds in which the head drafted.
@@ -33,11 +33,11 @@ class Trial:
 
 
 def watch(draft: Eagle3DraftModel, accepted: int, is_greedy: bool) -> None:
-    """Count a round, and warn once if the first rounds accept too little.
+    """Count a round of one sequence, and warn once if the first rounds accept too little.
 
     Args:
         draft: The head.
-        accepted: Number of its drafts that the round accepted.
+        accepted: Number of its drafts that the sequence accepted.
         is_greedy: Whether the call decodes greedily.
     """
     trial = draft._trial = draft._trial or Trial()

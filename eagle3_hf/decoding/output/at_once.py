@@ -1,4 +1,4 @@
-"""Choosing behind all nodes of the trees at once, where the host would else wait for the device at each of them.
+"""Choosing behind all nodes of the trees at once, where the host would otherwise wait for the device at each of them.
 
 Greedy choices are the argmax of the logits. Sampled ones are a race with the noise of each node's step, which is
 known (see `coupling.py`), if the scores depend on nothing but the logits: the warpers are then applied to all nodes.
@@ -19,7 +19,7 @@ INVALID = -1
 
 
 class NodeChoices:
-    """The choices behind all nodes.
+    """The choices behind all nodes. They can be asked for after `set_host`.
 
     Args:
         tokens: (B, N) int64 on the device; `INVALID` where nothing can be chosen.

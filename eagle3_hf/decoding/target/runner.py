@@ -354,10 +354,8 @@ class TargetRun:
         width = self._prompt_columns + since + num_nodes
         if ends is None:
             return self._open_mask[:, :width].contiguous()
-        mask, slots = (
-            self._open_mask,
-            torch.arange(self._first_len, self._batch.longest, device=self._open_mask.device),
-        )
+        mask = self._open_mask
+        slots = torch.arange(self._first_len, self._batch.longest, device=mask.device)
         own = slots < ends.to(mask.device)[:, None]
         prompt, nodes = mask[:, : self._prompt_columns], mask[:, width - num_nodes : width]
         return torch.cat([prompt, own.to(mask.dtype), nodes], dim=-1)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..coupling import _default_generator
+from ..coupling import default_generator
 from ..unsupported_call import UnsupportedCall
 
 
@@ -57,7 +57,7 @@ def no_random_numbers(target: nn.Module, device: torch.device) -> Iterator[None]
     if not any(module.training for module in target.modules()):
         yield
         return
-    generators = [_default_generator(torch.device(kind)) for kind in {"cpu", str(device)}]
+    generators = [default_generator(torch.device(kind)) for kind in {"cpu", str(device)}]
     before = [generator.get_state() for generator in generators]
     yield
     if not all(torch.equal(generator.get_state(), state) for generator, state in zip(generators, before, strict=True)):
