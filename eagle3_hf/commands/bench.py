@@ -68,7 +68,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--tree",
         action="append",
         default=[],
-        help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto; repeat to compare several",
+        help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto for the size that pays; repeat to "
+        "compare several (default: what the head sets, or auto)",
     )
     columns.add_argument(
         "--column",

@@ -34,7 +34,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--max_new_tokens", type=count, default=128, help="length of the text")
     parser.add_argument("--temperature", type=not_negative, default=0.0, help="0 for greedy decoding")
     parser.add_argument("--seed", type=amount, default=0, help="of sampling")
-    parser.add_argument("--tree", help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto")
+    parser.add_argument(
+        "--tree",
+        help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto for the size that pays (default: what "
+        "the head sets, or auto)",
+    )
     parser.add_argument("--no_lookup", action="store_true", help="let the head draft alone")
     add_placement(parser)
     parser.set_defaults(run=run, resumes=False)
