@@ -111,8 +111,8 @@ def synthesize(
 
     Each line is an object: `messages` (user, assistant), `decoding` (how the answer was chosen: `greedy`, or
     `temperature_` with its value), `finished` (False: the answer was cut at `max_new_tokens` and has no end of turn).
-    Lines are written batch by batch. An existing file is continued; with the same arguments the result is the file that an
-    uninterrupted run would have written.
+    Lines are written batch by batch. An existing file is continued; with the same arguments the result is the file
+    that an uninterrupted run would have written.
 
     Args:
         target: a causal language model. The state of the random generators is left alone.
