@@ -34,7 +34,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         metavar="HEAD",
         type=place,
         nargs="?",
-        help="draft head: a local folder or a Hub id, `random` for a new one, or `lookup` for none",
+        help="draft head: a local folder or a Hub id, `random` for a new one, or `lookup` to draft by lookup alone",
     )
     asked = parser.add_argument_group("questions")
     asked.add_argument(
@@ -53,7 +53,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         type=json_object,
         help='variables for the chat template, as JSON: {"enable_thinking": false}',
     )
-    asked.add_argument("--seed", type=amount, default=0, help="of the choice of questions, the order and sampling")
+    asked.add_argument(
+        "--seed", type=amount, default=0, help="seed of the choice of questions, of their order and of sampling"
+    )
     columns = parser.add_argument_group("what is compared, besides ordinary decoding")
     columns.add_argument(
         "--head",
@@ -68,7 +70,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--tree",
         action="append",
         default=[],
-        help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto; repeat to compare several",
+        help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto for the size that pays; repeat to "
+        "compare several (default: what the head sets, or auto)",
     )
     columns.add_argument(
         "--column",

@@ -30,16 +30,23 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("model", metavar="MODEL", type=place, help="target: a local folder or a Hub id")
     parser.add_argument(
-        "head", metavar="HEAD", type=place, help="draft head: a local folder or a Hub id, or `lookup` for none"
+        "head",
+        metavar="HEAD",
+        type=place,
+        help="draft head: a local folder or a Hub id, or `lookup` to draft by lookup alone",
     )
     parser.add_argument("--system", help="system prompt")
-    parser.add_argument("--max_new_tokens", type=count, default=512, help="greatest length of an answer")
+    parser.add_argument("--max_new_tokens", type=count, default=512, help="largest number of tokens of an answer")
     parser.add_argument(
         "--temperature", type=not_negative, default=0.0, help="0 for greedy decoding; otherwise answers are sampled"
     )
     parser.add_argument("--top_p", type=positive, help="in sampling, keep the likeliest tokens of this probability")
-    parser.add_argument("--seed", type=amount, default=0, help="of the first sampled answer")
-    parser.add_argument("--tree", help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto")
+    parser.add_argument("--seed", type=amount, default=0, help="seed of the first answer; each further one adds 1")
+    parser.add_argument(
+        "--tree",
+        help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto for the size that pays (default: what "
+        "the head sets, or auto)",
+    )
     parser.add_argument("--no_lookup", action="store_true", help="draft with the head alone")
     parser.add_argument("--no_color", action="store_true", help="no colours (as with NO_COLOR in the environment)")
     parser.add_argument(
@@ -64,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = fields(arguments.set)
     tree = parse_tree(arguments.tree) if arguments.tree else {}
     if arguments.top_p is not None and (arguments.top_p > 1 or not arguments.temperature):
-        raise ValueError(f"--top-p {arguments.top_p:g}: expected a number of at most 1, and a --temperature above 0")
+        raise ValueError(f"--top_p {arguments.top_p:g}: expected a number of at most 1, and a --temperature above 0")
     tokenizer = load_tokenizer(arguments)
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {arguments.model} has no chat template: it is not a target to chat with")

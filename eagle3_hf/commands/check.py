@@ -24,7 +24,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "head",
         metavar="HEAD",
         type=place,
-        help="draft head: a local folder or a Hub id, `random` for a new one, or `lookup` for none",
+        help="draft head: a local folder or a Hub id, `random` for a new one, or `lookup` to draft by lookup alone",
     )
     parser.add_argument(
         "--prompts",
@@ -33,8 +33,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "questions)",
     )
     parser.add_argument("--questions", type=count, default=3, help="number of prompts")
-    parser.add_argument("--max_new_tokens", type=count, default=32, help="the greatest length of a text")
-    parser.add_argument("--seed", type=amount, default=0, help="of sampling, and of the choice of prompts")
+    parser.add_argument(
+        "--max_new_tokens", type=count, default=32, help="largest number of new tokens of a text; at least 2"
+    )
+    parser.add_argument("--seed", type=amount, default=0, help="seed of sampling and of the choice of prompts")
     parser.add_argument("--verbose", action="store_true", help="print every comparison, not only what differs")
     add_placement(parser)
     parser.set_defaults(run=run, resumes=False)

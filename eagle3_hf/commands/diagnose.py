@@ -19,7 +19,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="find out why few drafts of a head are accepted",
         description="Run target and head over chats, and report why drafts miss, whether other layer ids or rope "
         "bases fit better, what the draft vocabulary covers, and acceptance by depth, task, length of prompt and "
-        "temperature. The last paragraph names the likely cause and what to do.",
+        "temperature. Trees have the size that the head sets, or 11/3/4 on a CPU and 59/8/10 on an accelerator. The "
+        "last paragraph names the likely cause and what to do.",
         formatter_class=Defaults,
     )
     parser.add_argument("model", metavar="MODEL", type=place, help="target: a local folder or a Hub id")
@@ -39,13 +40,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     chats.add_argument(
         "--own_answers", action="store_true", help="let the target answer first, and diagnose on its own answers"
     )
-    chats.add_argument("--max_new_tokens", type=count, default=128, help="length of its own answers")
+    chats.add_argument("--max_new_tokens", type=count, default=128, help="largest number of tokens of its own answers")
     chats.add_argument(
         "--chat_template_kwargs",
         type=json_object,
         help='variables for the chat template, as JSON: {"enable_thinking": false}',
     )
-    chats.add_argument("--seed", type=amount, default=0, help="of the choice of chats")
+    chats.add_argument("--seed", type=amount, default=0, help="seed of the choice of chats")
     what = parser.add_argument_group("what is measured")
     what.add_argument("--rounds", type=count, default=400, help="number of rounds whose misses are explained")
     what.add_argument("--depth", type=count, default=4, help="number of depths at which first choices are counted")

@@ -14,7 +14,7 @@ def add_encoding(parser: argparse.ArgumentParser) -> None:
     """Add the options `--max_length`, `--last_turn_only`, `--mask_reasoning` and `--chat_template_kwargs`."""
     parser.add_argument("--max_length", type=count, default=2048, help="tokens kept of each chat")
     parser.add_argument("--last_turn_only", action="store_true", help="learn from the last answer of a chat only")
-    parser.add_argument("--mask_reasoning", action="store_true", help="do not learn thoughts")
+    parser.add_argument("--mask_reasoning", action="store_true", help="do not learn reasoning, nor the tags around it")
     parser.add_argument(
         "--chat_template_kwargs",
         type=json_object,

@@ -23,7 +23,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "head",
         metavar="HEAD",
         type=place,
-        help="draft head: a local folder or a Hub id, `random` for a new one, or `lookup` for none",
+        help="draft head: a local folder or a Hub id, `random` for a new one, or `lookup` to draft by lookup alone",
     )
     parser.add_argument("--html", type=path, metavar="FILE", help="write the page")
     asked = parser.add_mutually_exclusive_group()
@@ -31,10 +31,14 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--prompt", type=words, help="a question, asked as the first turn of a chat (default: a built-in one)"
     )
     asked.add_argument("--text", type=words, help="a text to continue, without a chat template")
-    parser.add_argument("--max_new_tokens", type=count, default=128, help="length of the text")
+    parser.add_argument("--max_new_tokens", type=count, default=128, help="largest number of new tokens")
     parser.add_argument("--temperature", type=not_negative, default=0.0, help="0 for greedy decoding")
-    parser.add_argument("--seed", type=amount, default=0, help="of sampling")
-    parser.add_argument("--tree", help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto")
+    parser.add_argument("--seed", type=amount, default=0, help="seed of sampling")
+    parser.add_argument(
+        "--tree",
+        help="size of the tree as nodes/depth/top_k, such as 15/4/4, or auto for the size that pays (default: what "
+        "the head sets, or auto)",
+    )
     parser.add_argument("--no_lookup", action="store_true", help="let the head draft alone")
     add_placement(parser)
     parser.set_defaults(run=run, resumes=False)

@@ -40,8 +40,8 @@ def bench(
         prompts: See [`load_questions`]; `None` for the built-in questions.
         questions: Number of questions of each task, chosen by the seed; 0 for all, `None` for 2 of each kind of the
             built-in questions and 10 of each task of others.
-        trees: Sizes of the tree, such as `"15/4/4"` or `"auto"`, each of which is a column for each head; without
-            any, a head has its own.
+        trees: Sizes of the tree, such as `"15/4/4"` or `"auto"` (the size that pays), each of which is a column for
+            each head; without any, a head drafts as in `generate`: with the size that it sets, or the one that pays.
         columns: Further columns, such as `"narrow:assistant_window=64"`.
         prompt_lookup: Whether transformers' prompt lookup is a column.
         temperatures, batch_sizes, max_new_tokens, seed, template_kwargs: See [`Benchmark`].

@@ -1,5 +1,7 @@
 """Compares two greedy texts, and tells near-ties, which rounding decides, from errors.
 
+The command `eagle3-hf check` is in `lossless/`.
+
 Verification of several tokens uses other matrix shapes than a single step, so logits differ in their last bits. This
 may change the choice between two tokens whose scores are equal up to rounding, and must not change anything else.
 """

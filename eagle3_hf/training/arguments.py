@@ -60,7 +60,7 @@ class Eagle3TrainingArguments(TrainingArguments):
             pass. 0 keeps the logits of all positions.
         packing: Put several chats into one sequence of `max_length` tokens; none of them attends to another.
         last_turn_only: Learn from the last answer of each chat only.
-        mask_reasoning: Do not learn thoughts, nor the tags around them.
+        mask_reasoning: Do not learn reasoning, nor the tags around it.
         max_length: Tokens kept of each chat that the trainer tokenises; with packing, the length of a sequence.
         chat_template_kwargs: Extra variables for the chat template, such as `{"enable_thinking": False}`; JSON on a
             command line.
@@ -99,7 +99,7 @@ class Eagle3TrainingArguments(TrainingArguments):
         default=False, metadata={"help": "Put several chats into one sequence of max_length tokens."}
     )
     last_turn_only: bool = field(default=False, metadata={"help": "Learn from the last answer of each chat only."})
-    mask_reasoning: bool = field(default=False, metadata={"help": "Do not learn thoughts, nor the tags around them."})
+    mask_reasoning: bool = field(default=False, metadata={"help": "Do not learn reasoning, nor the tags around it."})
     max_length: int = field(
         default=2048, metadata={"help": "Tokens kept of each chat; with packing, the length of a sequence."}
     )

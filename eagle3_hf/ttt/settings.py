@@ -18,7 +18,7 @@ class TTTSettings:
             target's features only, as EAGLE-2 does.
         step_decay: The weight of step `s` is `decay^s`, unless `step_weights` are given.
         step_weights: A weight for each step, instead of the decay.
-        position_share: Share of the rows that the steps after the first run on, drawn anew for every batch.
+        position_share: Share of the positions that the steps after the first run on, drawn anew for every batch.
         loss_type: `"soft_cross_entropy"` (the paper's), `"kl"` (the same minus the teacher's entropy: the same
             gradients, zero at the optimum) or `"acceptance"` (minus the logarithm of the probability that a token
             drawn from the head is accepted), see `ttt.loss`.

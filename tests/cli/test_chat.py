@@ -113,7 +113,7 @@ def test_a_target_without_a_template_is_rejected(folder, tmp_path, capsys):
 
 def test_top_p_needs_a_temperature(folder, capsys):
     assert main(["chat", str(folder / "target"), str(folder / "head"), "--top-p", "0.9"]) == 1
-    assert "--top-p 0.9: expected a number of at most 1, and a --temperature above 0" in capsys.readouterr().err
+    assert "--top_p 0.9: expected a number of at most 1, and a --temperature above 0" in capsys.readouterr().err
 
 
 # ----- the text ------------------------------------------------------------------------------------------------------

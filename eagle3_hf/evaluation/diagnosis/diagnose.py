@@ -53,7 +53,9 @@ def diagnose(
     """Diagnose a head on its target.
 
     The target runs once over each chat, which tells what it would choose at every position of the answers. The head is
-    asked at all of these positions, and drafts trees in rounds along the text. Nothing of target and head is changed.
+    asked at all of these positions, and drafts trees in rounds along the text, without lookup, of the size that is set
+    on it, or else of 11/3/4 (nodes/levels/children) on a CPU and 59/8/10 elsewhere. Nothing of target and head is
+    changed.
 
     Args:
         target: The target.

@@ -103,8 +103,9 @@ def conclusion(found: Sequence[Finding], causes: dict[Cause, int], rounds: int) 
     misses = sum(causes.values())
     if misses < _FEW_MISSES * rounds:
         return (
-            f"No fault was found. {1 - misses / rounds:.0%} of the rounds accept as deep as their trees reach: deeper "
-            "trees would accept more (assistant_tree_depth)."
+            f"No fault was found. {1 - misses / rounds:.0%} of the rounds end without a miss, at the deepest level of "
+            "their trees or where the text ends or leaves the target's choices: deeper trees may accept more "
+            "(assistant_tree_depth)."
         )
     cause = max(causes, key=lambda each: causes[each])
     return (

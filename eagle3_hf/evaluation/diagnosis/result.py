@@ -81,6 +81,7 @@ class Diagnosis:
         calibration: Whether the head's probabilities are what they say.
         findings: The faults that were found, the likeliest cause first; empty for a sound head.
         conclusion: The likely cause and what to do.
+        missing_words: The most frequent choices outside the draft vocabulary (`coverage.missing`) as text.
     """
 
     target: str

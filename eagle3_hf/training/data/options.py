@@ -13,7 +13,7 @@ class EncodingOptions:
         max_length: Tokens kept of each chat; `None` keeps all. With packing also the length of a packed sequence.
         template_kwargs: Extra variables for the chat template (`{"enable_thinking": False}`), as serving passes them.
         last_turn_only: Learn from the last answer of each chat only.
-        mask_reasoning: Do not learn thoughts, nor the tags around them.
+        mask_reasoning: Do not learn reasoning, nor the tags around it.
         num_proc: Number of processes that encode.
         packing: Put several chats into one sequence.
         seed: Seed of the order in which chats are packed.

@@ -96,7 +96,7 @@ def _check_supervised(dataset) -> None:
     if 2 * empty > len(dataset):
         raise ValueError(
             f"{empty} of {len(dataset)} examples have no token to learn (all labels from the third on are "
-            f"{IGNORE_INDEX}): prepare the chats with eagle3_hf.training.data.encoding.prepare_dataset"
+            f"{IGNORE_INDEX}): prepare the chats with eagle3_hf.prepare_dataset"
         )
 
 

@@ -53,8 +53,8 @@ class Regeneration:
     Args:
         prompts: whatever `load_chats` takes, in any shape that has turns. A chat that ends with a question gets an
             answer to it too, so that prompts alone are enough.
-        output_path: the JSONL file with one object per line: `messages`, `decoding` (`greedy` or `temperature_1`),
-            `finished`, and `index` and `source`, by which a later run recognises them.
+        output_path: the JSONL file with one object per line: `messages`, `decoding` (`greedy`, or
+            `temperature_` with its value), `finished`, and `index` and `source`, by which a later run recognises them.
         settings: how answers are chosen.
         batch_size: number of chats that a target in this process writes at once.
         part: `(i, n)`: of n processes this is the i-th; each takes every n-th batch.

@@ -109,10 +109,10 @@ def synthesize(
 ) -> int:
     """Let a target write chats until a JSONL file holds `num_chats` of them.
 
-    Each line is an object: `messages` (user, assistant), `decoding` (how the answer was chosen: `greedy` or
-    `temperature_1`), `finished` (False: the answer was cut at `max_new_tokens` and has no end of turn). Lines are
-    written batch by batch. An existing file is continued; with the same arguments the result is the file that an
-    uninterrupted run would have written.
+    Each line is an object: `messages` (user, assistant), `decoding` (how the answer was chosen: `greedy`, or
+    `temperature_` with its value), `finished` (False: the answer was cut at `max_new_tokens` and has no end of turn).
+    Lines are written batch by batch. An existing file is continued; with the same arguments the result is the file
+    that an uninterrupted run would have written.
 
     Args:
         target: a causal language model. The state of the random generators is left alone.
