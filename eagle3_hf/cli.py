@@ -85,7 +85,7 @@ def _places(arguments: argparse.Namespace) -> list[str]:
     values = [getattr(arguments, name, None) for name in names]
     values = [each for value in values for each in (value if isinstance(value, list) else [value])]
     values += [text.rpartition("=")[2] for text in getattr(arguments, "more_heads", ())]
-    return [str(value) for value in values if value and value != "random"]
+    return [str(value) for value in values if value and value not in ("random", "lookup")]
 
 
 def make_parser() -> argparse.ArgumentParser:

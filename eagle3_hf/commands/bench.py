@@ -130,6 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.head is None and arguments.more_heads:  # by option alone
         arguments.head = arguments.more_heads.pop(0)
     arguments.resumes = not (arguments.record or arguments.replay or arguments.count_ops or arguments.round_cost)
+    if arguments.head == "lookup" and (arguments.record or arguments.count_ops or arguments.round_cost):
+        raise ValueError("HEAD is lookup, which has no weights: --record, --count_ops and --round_cost need a head")
     if (status := without_clock(arguments, load_head)) is not None:
         return status
     if arguments.round_cost:

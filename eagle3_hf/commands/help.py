@@ -12,7 +12,7 @@ class Defaults(argparse.ArgumentDefaultsHelpFormatter):
             return action.help
         if action.required or getattr(action, "is_needed", False):
             return f"{action.help} (required)"
-        if action.default in (None, False, []):
+        if action.default is None or action.default is False or action.default == []:
             return action.help
         return super()._get_help_string(action)
 

@@ -140,11 +140,16 @@ def _count_ops(arguments: argparse.Namespace, load_head: Callable[[str, Any], An
 
     from ..evaluation.columns import parse_tree
     from ..evaluation.op_counts import counts_table
+    from ..model.tree_settings import CPU_TREE, PAPER_TREE
 
     target, draft, prompts, options = _prepared(arguments, load_head)
     _, ids = prompts[0]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for tree in arguments.tree or [None]:
+    trees = arguments.tree
+    if not trees and draft.generation_config.num_assistant_tokens in (None, "auto"):
+        # A tree whose size measured time decides has other counts in each run.
+        trees = ["/".join(map(str, (CPU_TREE if target.device.type == "cpu" else PAPER_TREE).values()))]
+    for tree in trees or [None]:
         for name, value in parse_tree(tree).items() if tree else ():
             setattr(draft.generation_config, name, value)
         print(f"tree {tree or 'of the head'}, {ids.shape[1]} tokens of prompt, {options}")

@@ -86,7 +86,8 @@ def decode_attached(target, attachment: Attachment, plainly: Callable, input_ids
         _do_not_compile(arguments["generation_config"])
         return speculation.run()
     finally:
-        attachment.served(attachment.draft.stats)
+        # Of this call: other threads may have replaced the draft's.
+        attachment.served(attachment.draft.stats if speculation is None else speculation.stats)
 
 
 def _split(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -106,10 +106,10 @@ class SpeculativeDecoding:
                     self.target.finish()
                 if not self.tokens.done:
                     self.target.overflow(self.batch.input_ids)
-            known_sizes.keep(self._sizes)
             if self.target.synced is not None:
                 self.target.synced.run_along()
             self.tokens.finish()
+            known_sizes.keep(self._sizes)
         finally:  # also after an exception: the statistics must not be those of the call before
             self._finish_stats(self._clock() - start)
         return self._result()

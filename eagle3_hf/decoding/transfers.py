@@ -79,7 +79,7 @@ def download(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: here
     copy = tensor.to("cpu", non_blocking=True)
     copied = torch.Event(device=tensor.device)
-    copied.record()
+    copied.record(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
     def finished() -> torch.Tensor:
         copied.synchronize()

@@ -31,6 +31,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ..decoding.attachments import without_attachment
 from ..decoding.loop import SpeculativeDecoding
 
 
@@ -248,7 +249,7 @@ def count_generate(target, inputs: dict[str, torch.Tensor], seed: int = 0, draft
     """
     torch.manual_seed(seed)
     arguments = {**inputs, **options} | ({} if draft is None else {"assistant_model": draft})
-    with counting(target.device) as counts:
+    with without_attachment(target), counting(target.device) as counts:
         output = target.generate(**arguments)
     counts.tokens = output.shape[1] - inputs["input_ids"].shape[1]
     return counts

@@ -15,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import LogitsProcessorList
 
+from ..decoding.attachments import without_attachment
 from ..decoding.coupling import Noise
 from ..decoding.draft.candidate import Eagle3Candidate
 from ..decoding.draft.growth import CandidatePool
@@ -138,7 +139,8 @@ class TextRecorder:
             )
 
         mask = torch.ones_like(input_ids)
-        ids = self.target.generate(input_ids, attention_mask=mask, custom_generate=plain_decoding, **self.options)
+        with without_attachment(self.target):
+            ids = self.target.generate(input_ids, attention_mask=mask, custom_generate=plain_decoding, **self.options)
         return ids, list(prefix_free_warpers(seen[0]))
 
     def _features(self, ids: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -182,7 +182,7 @@ def _facts(
     if variants:
         facts["variants"] = ", ".join(variants)
     if given_tree(generation_config):
-        tree = in_words({**PAPER_TREE, **given_tree(generation_config)})
+        tree = in_words({**PAPER_TREE, "num_assistant_tokens": "auto", **given_tree(generation_config)})
         facts["tree saved with it"] = f"{tree} (drafted nodes / levels / children per node)"
     else:
         facts["tree"] = "the size that pays, chosen round by round"

@@ -143,7 +143,8 @@ def measured_alone(draft: Any, target: PreTrainedModel) -> Iterator[None]:
     config.assistant_lookup = False
     if kept["num_assistant_tokens"] in (None, "auto"):
         for name, number in _tree_by_device(target).items():
-            setattr(config, name, number)
+            if kept[name] in (None, "auto"):
+                setattr(config, name, number)
     try:
         yield
     finally:

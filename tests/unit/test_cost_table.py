@@ -71,13 +71,15 @@ def test_a_call_writes_and_a_later_process_reads(table, monkeypatch):
         '{"key": {"verify": {"a": []}, "draft": []}}',
         '{"key": {"verify": 1}}',
         "[" * 99999,
+        '{"key": NaN}',
+        '{"key": {"verify": {"7": [0, 1' + "0" * 400 + ', 0, 0, 0, 0, 0]}, "draft": []}}',
     ],
 )
 def test_a_damaged_table_is_passed_over_and_mended(table, content):
     table.parent.mkdir(parents=True)
     table.write_text(content)
     sizer = TreeSizer(LIMITS)
-    with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
+    with pytest.raises((ValueError, TypeError, KeyError, AttributeError, OverflowError)):
         sizer.restore(cost_table.read("key"))
     assert sizer.plan(8, 100).num_nodes == 0, "costs are measured"
     cost_table.write("key", taught().state())

@@ -51,6 +51,10 @@ def write(key: str, state: Any) -> None:
             raise
 
 
+def _reject(constant: str) -> None:
+    raise ValueError(f"{constant} is no cost")  # nor could the table be written with it again
+
+
 def _read_all() -> dict[str, Any]:
     path = table_path()
     if path is None:
@@ -58,7 +62,7 @@ def _read_all() -> dict[str, Any]:
     try:
         if path.stat().st_size > _LARGEST:
             return {}
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8"), parse_constant=_reject)
     except (OSError, ValueError, RecursionError):
         return {}
     return table if isinstance(table, dict) else {}

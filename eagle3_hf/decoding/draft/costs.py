@@ -147,6 +147,7 @@ class DraftCosts:
 
     def __init__(self, first: float, further: float):
         self._expected = first, further
+        self._is_restored = False
         self._kept: deque[tuple[int, float]] = deque(maxlen=_RECENT_DRAFTS)
         self._line: tuple[float, float] | None = None
 
@@ -178,7 +179,11 @@ class DraftCosts:
 
     def state(self) -> list[float]:
         """Return what is known as numbers that JSON can hold: the first level's cost and that of each further one."""
-        return [round(self.another(0), 5), round(self.another(1), 5)] if self._kept else []
+        return (
+            [max(1e-5, round(self.another(0), 5)), round(self.another(1), 5)]
+            if self._kept or self._is_restored
+            else []
+        )
 
     def restore(self, state: Any) -> None:
         """Begin with what `state` returned as what is expected.
@@ -191,5 +196,5 @@ class DraftCosts:
         first, further = state
         if not (0 < first < 1000 and 0 <= further < 1000):
             raise ValueError(f"no costs of drafting: {first!r}, {further!r}")
-        self._expected = float(first), float(further)
+        self._expected, self._is_restored = (float(first), float(further)), True
         self._line = None

@@ -40,7 +40,7 @@ def sizer_of(draft: Any, target: Any, limits: TreeSettings, batch_size: int, kin
         is_cpu = target.device.type == "cpu"
         sizer = TreeSizer(limits, batch_size, CPU if is_cpu else ACCELERATOR, waits=is_cpu)
         on_disk = _key_on_disk(draft, target, limits, batch_size, kind)
-        with suppress(ValueError, TypeError, KeyError, AttributeError):  # written by others, or damaged
+        with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):  # written by others, or damaged
             sizer.restore(cost_table.read(on_disk))
         _keys[sizer] = on_disk, 0
         sizers[key] = sizer

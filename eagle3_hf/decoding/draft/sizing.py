@@ -16,9 +16,11 @@ Calls with the same head and target share a sizer (see `known_sizes.py`). Thread
 too: then rounds of different threads are compared as neighbours, as if one thread had made them.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +31,8 @@ from .mixture import HEAD, Candidates
 
 
 logger = get_logger(__name__)
+
+_T = TypeVar("_T")
 
 # At first, this share of the nodes of the first level that the head expects to be accepted is believed to be, and this
 # belief counts for so many expected nodes. Each level is believed to be like the one above it.
@@ -51,6 +55,17 @@ _FIRST_BALANCE = -0.5
 _KNOWN = 16  # rounds of the head, after which what is expected of its nodes counts beside what was accepted
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 192  # steps without the head, doubled each time
 _LEAST_VALUE = 0.01  # nodes that are accepted less often are not even looked at
+
+
+def _alone(method: Callable[..., _T]) -> Callable[..., _T]:
+    """Run a method of a sizer in one thread at a time."""
+
+    @wraps(method)
+    def alone(self, *args, **kwargs) -> _T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return alone
 
 
 @dataclass(frozen=True)
@@ -155,6 +170,7 @@ class TreeSizer:
     """
 
     def __init__(self, limits: TreeSettings, batch_size: int = 1, shape: Shape = CPU, waits: bool = True):
+        self._lock = threading.RLock()  # calls in several threads may share it
         self._limits = limits
         self._batch = batch_size
         self._shape = shape
@@ -181,6 +197,7 @@ class TreeSizer:
 
     # ----- a round --------------------------------------------------------------------------------------------------
 
+    @_alone
     def plan(self, depth: int, context: int) -> Plan:
         """Return what the next round may draft.
 
@@ -200,6 +217,7 @@ class TreeSizer:
             levels = self._levels_ahead(levels)
         return Plan(levels, self._limits.num_nodes, _LEAST_VALUE)
 
+    @_alone
     def goes_on(self, level: int, scores: torch.Tensor) -> bool:
         """Return whether a further level pays.
 
@@ -211,6 +229,7 @@ class TreeSizer:
             return True
         return self._pays(level, float(scores.exp().sum()))
 
+    @_alone
     def keep(self, candidates: Sequence[Candidates]) -> int:
         """Return how many of the best nodes of each sequence to verify."""
         rate, best, most = self._rate(), 0, 0.0
@@ -225,6 +244,7 @@ class TreeSizer:
                 best, most = count, gain
         return best
 
+    @_alone
     def observe(self, proposal: Proposal, paths: dict[int, list[int]], draft: float, verify: float) -> None:
         """Learn from a round.
 
@@ -256,11 +276,13 @@ class TreeSizer:
         """Rounds that it has learnt from."""
         return self._rounds
 
+    @_alone
     def state(self) -> dict[str, Any]:
         """Return what is known of costs, as values that JSON can hold; nothing of what was accepted."""
         verify = {str(magnitude): costs.state() for magnitude, costs in self._verify.items() if costs.is_known}
         return {"verify": verify, "draft": self._draft.state()}
 
+    @_alone
     def restore(self, state: Any) -> None:
         """Begin with the costs that `state` returned.
 

@@ -41,7 +41,7 @@ def watch(draft: Eagle3DraftModel, accepted: int, is_greedy: bool) -> None:
         is_greedy: Whether the call decodes greedily.
     """
     trial = draft._trial = draft._trial or Trial()
-    if trial.rounds == ROUNDS:
+    if trial.rounds >= ROUNDS:
         return
     trial.rounds += 1
     trial.accepted += accepted

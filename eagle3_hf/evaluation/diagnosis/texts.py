@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ...decoding.attachments import without_attachment
 from ...training.data.encoding import as_tokenizer, dropped_chats, encode_dataset
 from ...training.data.options import EncodingOptions
 from ...training.data.sources import load_chats
@@ -86,7 +87,7 @@ def own_answers(text: TrueText, target: Any, max_new_tokens: int) -> TrueText:
     Answers of one token leave nothing to draft: `is_answer` is then false everywhere.
     """
     prompt = text.ids[: text.roots[0]][None].to(input_device(target))
-    with torch.no_grad():
+    with torch.no_grad(), without_attachment(target):
         ids = target.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...acceptance import SpeculationStats
+from ...decoding.attachments import without_attachment
 from ...decoding.draft.trial import ROUNDS, Trial
 from ...model.lookup_draft import LookupDraft
 from ...model.modeling_eagle3 import Eagle3DraftModel
@@ -91,7 +92,7 @@ def check_lossless(
         ValueError: a prompt is empty or not one of ids, or `max_new_tokens` is below 2.
     """
     check = _Check(target, draft, _ids(target, prompts, seed), max_new_tokens, seed, options, cases, show)
-    with _settings_kept(draft):
+    with _settings_kept(draft), without_attachment(target):
         check.run()
     return check.report
 
