@@ -78,6 +78,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None) -> tuple[Any, list[str]]:
         self._words = [self._known_spelling(word) for word in (sys.argv[1:] if args is None else args)]
         configured = self._read_config() if self._has_config else set()
+        for action in self._actions:  # of an option that may be repeated, argparse would add to the file's values
+            is_list = action.dest in configured and isinstance(action.default, list)
+            if is_list and any(_values(self._words, *action.option_strings)):
+                action.default = []
         namespace, unknown = super().parse_known_args(self._words, namespace)
         if self._places:
             unknown = self._fill_places(namespace, unknown, configured)

@@ -557,6 +557,8 @@ def test_lists_and_choices_in_a_file_of_options(tmp_path, capsys):
     arguments = make_parser().parse_args(["bench", "m", "--config", str(file)])
     assert (arguments.temperature, arguments.tree, arguments.max_new_tokens) == ([0.0, 0.7], ["15/4/4", "auto"], [8])
     assert arguments.more_heads == ["h"]
+    arguments = make_parser().parse_args(["bench", "m", "--tree", "7/2/2", "--config", str(file), "--tree", "9/3/3"])
+    assert arguments.tree == ["7/2/2", "9/3/3"], "the command line overrides the file, also where it may be repeated"
     file.write_text('{"to": "vlm"}')
     with pytest.raises(SystemExit):
         main(["convert", "h", "o", "--config", str(file)])
