@@ -90,6 +90,7 @@ def decoded(seed: int, mode: str, tree: tuple[int, int, int], **options):
 # ----- a replay is what decoding does --------------------------------------------------------------------------------
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_replay_of_a_fixed_tree_has_the_rounds_of_decoding(seed, mode, tmp_path):
