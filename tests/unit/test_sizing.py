@@ -228,6 +228,15 @@ def test_a_machine_that_becomes_slower_for_nodes_in_mid_call():
     assert seconds < 3000 * fast.verify(0)
 
 
+def test_trees_that_seemed_too_dear_are_tried_again():
+    fast, _, _ = MACHINES["eager"]
+    dear = Machine(lambda nodes: 22.0 + 400.0 * (nodes > 0), fast.draft)
+    sizer = TreeSizer(LIMITS, 1, ACCELERATOR, waits=False)
+    _, sizes = decode(sizer, lambda step: dear if step < 100 else fast, 1500)
+    assert sum(map(bool, sizes[:80])) < 20
+    assert sum(map(bool, sizes[-100:])) > 80
+
+
 def test_a_plain_step_comes_first_where_nothing_is_known():
     _, sizes = decode(TreeSizer(LIMITS), lambda step: MACHINES["cpu"][0], 20)
     assert sizes[0] == 0

@@ -80,6 +80,13 @@ class VerifyCosts:
                 self._fit()
         self._last = nodes, log
 
+    def forget(self) -> None:
+        """Forget all that was measured or remembered."""
+        self._added, self._last, self._weight = 0, None, _EXPECTED
+        self._plain.clear()
+        self._expected, self._deviations = np.zeros(_KNOTS), np.zeros(_KNOTS)
+        self._costs = {}
+
     def of(self, nodes: int) -> float:
         """Return the cost of verifying a tree, in plain steps."""
         cost = self._costs.get(nodes)

@@ -54,6 +54,7 @@ _LOWEST, _AGAIN, _GREATEST = -1.5, -0.5, 3.0
 _FIRST_BALANCE = -0.5
 _KNOWN = 16  # rounds of the head, after which what is expected of its nodes counts beside what was accepted
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 192  # steps without the head, doubled each time
+_FIRST_DOUBT, _LONGEST_DOUBT = 64, 512  # plain steps in a row after which costs are forgotten, doubled each time
 _LEAST_VALUE = 0.01  # nodes that are accepted less often are not even looked at
 
 
@@ -191,7 +192,8 @@ class TreeSizer:
         # Tokens and costs of the last rounds.
         self._costs = _RATE_ROUNDS / 4
         self._tokens = self._costs * _FIRST_RATE * batch_size
-        self._rounds = self._since_plain = 0
+        self._rounds = self._since_plain = self._since_tree = 0
+        self._doubt_after = _FIRST_DOUBT
         self._balance, self._left, self._pause, self._judged = _FIRST_BALANCE, 0, _FIRST_PAUSE, 0
         self._was_off = False
 
@@ -257,6 +259,7 @@ class TreeSizer:
         nodes = proposal.num_nodes
         self._here.add(nodes, verify)
         self._since_plain = self._since_plain + 1 if nodes else 0
+        self._doubt_costs(nodes)
         self._rounds += 1
         if proposal.levels and proposal.num_fed <= self._limits.reach + 1 and verify > 0:
             self._draft.add(proposal.levels, draft * self._here.of(nodes) / verify)
@@ -311,6 +314,15 @@ class TreeSizer:
         if self._since_plain >= _PLAIN_SOON and self._here.num_plain < _PLAIN_PAIRS and self._is_unexpected():
             return True
         return self._since_plain >= _PLAIN_AGAIN and self._balance < _GREATEST
+
+    def _doubt_costs(self, nodes: int) -> None:
+        """Forget costs by which nothing was drafted for long: they may be wrong, and are not measured now."""
+        self._since_tree = 0 if nodes else self._since_tree + 1
+        if self._since_tree >= self._doubt_after:
+            self._here.forget()
+            self._since_tree, self._doubt_after = 0, min(2 * self._doubt_after, _LONGEST_DOUBT)
+        elif nodes and self._balance > 0:
+            self._doubt_after = _FIRST_DOUBT
 
     def _is_unexpected(self) -> bool:
         """Whether trees cost much more than expected, as far as it is known."""
