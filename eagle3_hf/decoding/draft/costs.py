@@ -1,8 +1,8 @@
 """What rounds cost, in plain steps of the target: learnt from rounds beside each other.
 
 A machine that does other work is slower for a while. So seconds are compared only with those of the same round or the
-one before it, in units of the plain step that the machine would have made at that moment. Medians of such ratios stay
-right however the machine's speed changes, and they can be kept for later processes (see `cost_table.py`).
+one before it, in units of the plain step that the machine would have made at that moment. Such ratios stay right
+however the machine's speed changes, and what they tell can be kept for later processes (see `cost_table.py`).
 """
 
 import math
